@@ -1,0 +1,1 @@
+"""Measures every device, estimates its straggling rate and tells all ranks."""

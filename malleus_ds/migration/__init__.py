@@ -1,0 +1,1 @@
+"""Moving training state between two plans: what must move (pure), and its execution."""

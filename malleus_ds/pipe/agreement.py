@@ -1,0 +1,104 @@
+"""Ranks that disagree, or of which one fails, fail together with one named error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from malleus_ds.detector.control_plane import ControlPlaneError
+
+Result = TypeVar("Result")
+
+_TRANSPORT_ERROR = re.compile(
+    r"\bgloo/|\[c10d\]|NCCL|Connection (closed|reset) by peer|Timed out waiting \d+ms|Broken pipe"
+)
+"""How torch's backends speak of a lost peer in a bare RuntimeError."""
+
+
+class AgreementError(ValueError):
+    """The ranks do not agree on the plan, the model or the config."""
+
+
+class RankFailedError(RuntimeError):
+    """Another rank failed while this one did not."""
+
+
+class SwitchFailedError(RuntimeError):
+    """A switch of plans failed on some rank; all ranks still run the old plan."""
+
+
+class PeerLostError(RuntimeError):
+    """A peer stopped answering: it died, or it is stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    value: Any = None
+    error: str | None = None
+    is_user_error: bool = False
+
+
+def run_together(
+    action: Callable[[], Result], note: Callable[[Result], Any] = lambda result: None
+) -> tuple[Result, list[Any]]:
+    """Run ``action`` on every rank, then exchange a note of each result. Collective over the world.
+
+    Returns this rank's result and the notes of all ranks (they must pickle). When the action raises
+    on some rank, all raise: the own error where there is one, else `AgreementError` (for another
+    rank's ``ValueError``) or `RankFailedError`, naming the rank.
+    """
+    own_error: Exception | None = None
+    try:
+        result = action()
+        report = _Report(note(result))
+    except Exception as error:
+        own_error = error
+        report = _Report(None, f"{type(error).__name__}: {error}", isinstance(error, ValueError))
+    reports: list[_Report] = [_Report() for _ in range(dist.get_world_size())]
+    with peer_errors("while comparing notes with the other ranks"):
+        dist.all_gather_object(reports, report)
+    if own_error is not None:
+        raise own_error
+    for rank, other in enumerate(reports):
+        if other.error is not None:
+            kind = AgreementError if other.is_user_error else RankFailedError
+            raise kind(f"rank {rank} failed: {other.error}")
+    return result, [other.value for other in reports]
+
+
+def require_equal(what: str, values: list[str], fix: str) -> None:
+    """Raise `AgreementError` unless all ranks have the same value; names the ranks that differ."""
+    different = [rank for rank, value in enumerate(values) if value != values[0]]
+    if different:
+        raise AgreementError(
+            f"rank 0 and ranks {different} have different {what}: {values[0]} and "
+            f"{values[different[0]]}; {fix}"
+        )
+
+
+@contextmanager
+def peer_errors(what: str, on_loss: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Name the loss of a peer: torch reports it as a bare connection or timeout error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PeerLostError | RankFailedError) or not _is_connection_error(error):
+            raise
+        on_loss()
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        raise PeerLostError(f"rank {rank} lost a peer {what}: {_first_line(error)}") from error
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    is_named = isinstance(error, dist.DistError | ControlPlaneError)
+    return is_named or _TRANSPORT_ERROR.search(str(error)) is not None
+
+
+def _first_line(error: RuntimeError) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,492 @@
+"""DeepSpeed's pipeline engine under a plan that may be uneven and may change between steps."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, nn
+
+from malleus_ds.config import ConfigError, MalleusConfig
+from malleus_ds.data.loader import PlanInvariantLoader, check_map_style
+from malleus_ds.data.order import DataError, SampleOrder
+from malleus_ds.detector.clock import make_clock
+from malleus_ds.detector.factory import make_control_plane
+from malleus_ds.emulation import EmulatedDevice
+from malleus_ds.migration.execute import MigrationReport, migrate
+from malleus_ds.pipe.agreement import (
+    PeerLostError,
+    SwitchFailedError,
+    peer_errors,
+    require_equal,
+    run_together,
+)
+from malleus_ds.pipe.control_loop import ControlLoop
+from malleus_ds.pipe.grid import pipeline_groups
+from malleus_ds.pipe.measurement import Measurement
+from malleus_ds.pipe.module import MalleusPipelineModule
+from malleus_ds.pipe.outputs import contiguous, needs_gradient
+from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
+from malleus_ds.pipe.schedule import StandbySchedule
+from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
+from malleus_ds.plan import ParallelPlan, PlanError
+from malleus_ds.zero.binding import TensorSlot
+from malleus_ds.zero.optimizer import MalleusZeroOptimizer
+from malleus_ds.zero.state import check_state
+from malleus_ds.zero.supported import check_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReport:
+    """What `MalleusPipelineEngine.reconfigure` did, on this rank."""
+
+    step: int
+    migration: MigrationReport
+    num_new_groups: int
+    duration_s: float
+
+
+class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
+    """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
+
+    The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
+    Standby ranks call the same methods as all others: they take part in what is collective.
+    """
+
+    module: MalleusPipelineModule
+    optimizer: MalleusZeroOptimizer
+    loss: Any
+    outputs: Any
+    pipe_buffers: dict[str, list[Any]]
+    data_iterator: Iterator[Any] | None
+
+    def __init__(self, *args: Any, malleus_config: MalleusConfig, **kwargs: Any) -> None:
+        self.malleus_config = malleus_config
+        self._owns_data = False
+        self._stale_iterator: Iterator[Any] | None = None
+        self._next_micro_batch = 0
+        self._micro_batch_totals: Tensor | None = None
+        self.switches: list[SwitchReport] = []
+        super().__init__(*args, **kwargs)
+        self.clock = make_clock(self.device)
+        self.device_emulation: EmulatedDevice | None = None
+        self._take_position()
+        if malleus_config.emulation is not None:
+            self.device_emulation = EmulatedDevice(malleus_config.emulation, self.global_rank)
+            self.device_emulation.attach(self.module.local_layers())
+        self.measurement: Measurement | None = None
+        self.control_loop: ControlLoop | None = None
+        if malleus_config.detector.enabled:
+            self._start_control_loop()
+
+    # -- plan ----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that the next step runs under."""
+        return self.module.plan
+
+    @property
+    def is_standby(self) -> bool:
+        return bool(self.grid.is_standby)
+
+    def reconfigure(self, plan: ParallelPlan) -> SwitchReport:
+        """Switch to ``plan`` now, at a step boundary. Collective over the world.
+
+        The training state migrates in place; engine, module, optimizer and LR scheduler stay the
+        same objects. Raises on all ranks, with the old plan still running, when the plan does not
+        fit (`PlanError`), the ranks have different plans (`AgreementError`), or a rank cannot build its
+        new layers (`SwitchFailedError`).
+        """
+        began = time.perf_counter()
+        with peer_errors(f"while switching plans before step {self.global_steps}", self._abandon):
+            _, digests = run_together(lambda: self._check_switch(plan), note=lambda digest: digest)
+            require_equal("plans", digests, "call reconfigure with the same plan on every rank")
+            placement = place(plan, self._buckets)
+            in_use = [*pipeline_groups(plan), *placement.groups]
+            num_new_groups = self.module.groups.ensure(in_use)
+            slots = self._rebuild(placement)
+            migration = migrate(self.optimizer, placement, slots, self._node_of)
+            self.module.groups.trim(in_use)
+        self._moved()
+        if not self._owns_data:
+            # It was read for the old place: by first and last stages only, and another share of the data.
+            self._stale_iterator = self.data_iterator or self._stale_iterator
+            self.data_iterator = None
+        report = SwitchReport(self.global_steps, migration, num_new_groups, time.perf_counter() - began)
+        self.switches.append(report)
+        return report
+
+    def _rebuild(self, placement: Placement) -> dict[str, TensorSlot]:
+        """The module's tensors under ``placement``; when a rank cannot build its layers, all go back."""
+        old_plan = self.plan
+
+        def build() -> dict[str, TensorSlot]:
+            slots = self.module.rebuild(placement.plan)
+            self.optimizer.check_slots(placement, slots)
+            return slots
+
+        self.param_names.clear()  # its keys would keep the parameters of dropped layers alive
+        try:
+            slots, _ = run_together(build)
+        except PeerLostError:
+            raise
+        except Exception as error:  # whatever a layer's constructor raises
+            slots, _ = run_together(lambda: self.module.rebuild(old_plan))
+            for storage in self.optimizer.storages.values():
+                self.optimizer.bind(storage, slots)
+            self._moved()
+            raise SwitchFailedError(f"the old plan stays: {error}") from error
+        return slots
+
+    def _moved(self) -> None:
+        """The module has another place in the plan, or other modules in the same place."""
+        self._take_position()
+        if self.device_emulation is not None:
+            self.device_emulation.attach(self.module.local_layers())
+        if self.measurement is not None:
+            self.measurement.moved()
+
+    def _start_control_loop(self) -> None:
+        """Collective: the carrier of the records is chosen together."""
+        config = self.malleus_config
+        plane = make_control_plane(
+            config.detector.control_plane, config.timeout_s, dist.get_world_size(), self.global_rank
+        )
+        # A standby rank has no layers of its own: its emulated device is free for the probe's.
+        emulate = None if self.device_emulation is None else self.device_emulation.attach
+        self.measurement = Measurement(self.module, self.clock, plane, config.detector, self.device, emulate)
+        nodes = tuple(
+            tuple(rank for rank, node in self._node_of.items() if node == index)
+            for index in sorted(set(self._node_of.values()))
+        )
+
+        # Weak, so that an engine without references is freed.
+        reference = weakref.ref(self)
+
+        def switch(plan: ParallelPlan) -> dict[str, Any]:
+            engine = reference()
+            assert engine is not None, "only a living engine finishes steps"
+            cost = asdict(engine.reconfigure(plan))
+            del cost["step"]  # the loop names the step of the event
+            return cost
+
+        self.control_loop = ControlLoop(
+            config, plane, self.measurement, nodes, len(self.plan.pipelines), switch
+        )
+        atexit.register(_close_at_exit, weakref.ref(self.control_loop))
+
+    def destroy(self) -> None:
+        """End the control loop and free groups and what DeepSpeed holds. All ranks call it, once training
+        is over."""
+        if self.control_loop is not None:
+            self.control_loop.close()
+            self.control_loop = None
+        self.module.groups.close()
+        super().destroy()
+
+    def _check_switch(self, plan: ParallelPlan) -> str:
+        self.module.check(plan)
+        shape, own = (
+            f"{p.num_micro_batches} micro-batches of {p.micro_batch_size} samples" for p in (plan, self.plan)
+        )
+        if shape != own:
+            raise PlanError(f"the plan has {shape}, but the job has {own}; a switch must keep both")
+        check_state(self.basic_optimizer, self.optimizer.storages.values())
+        self.optimizer.collect(self.module.slots())
+        return plan.digest
+
+    def _take_position(self) -> None:
+        """Set what the engine derives from its place in the plan."""
+        self.mpu = self.grid = self.module._grid
+        deepspeed_groups.mpu = self.grid
+        self.num_stages = self.grid.pipe_parallel_size
+        self.stage_id = self.grid.stage_id
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.is_pipe_parallel = self.num_stages > 1
+        self.is_data_parallel = False  # nothing is averaged over equal stages: see `optimizer.step`
+        self.micro_batches = self._micro_batch_range()[1] - self._micro_batch_range()[0]
+        self.micro_batch_size = self.plan.micro_batch_size
+        self._use_grid()
+        self.reset_activation_shape()
+        self.num_pipe_buffers = 0
+        self.pipe_buffers = {name: [] for name in self.pipe_buffers}
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def _use_grid(self) -> None:
+        """DeepSpeed's point-to-point module knows one grid at a time; another engine may have set its own."""
+        if self.is_pipe_parallel:
+            p2p.init_process_groups(self.grid)
+
+    def _micro_batch_range(self) -> tuple[int, int]:
+        position = self.plan.position(self.global_rank)
+        return (0, 0) if position is None else self.plan.micro_batch_range(position.pipeline_id)
+
+    # -- what DeepSpeed's constructor builds ---------------------------------------------------
+
+    def _broadcast_model(self) -> None:
+        """Replaced by `MalleusZeroOptimizer.adopt`: the holders of a layer differ from rank to rank."""
+
+    def _configure_optimizer(
+        self, client_optimizer: Any, model_parameters: list[nn.Parameter] | list[dict[str, Any]]
+    ) -> None:
+        """Wrap the torch optimizer that the config (or the user) names in ZeRO-1 over sync groups."""
+
+        def build() -> torch.optim.Optimizer:
+            if self.fp16_enabled() or self.bfloat16_enabled():
+                raise ConfigError('"fp16" and "bf16" are not supported yet: train in fp32')
+            list_parameters(model_parameters)
+            check_parameters(model_parameters, self.module)
+            # A standby rank has no parameter, but torch's optimizers refuse an empty list.
+            parameters = model_parameters or [nn.Parameter(torch.zeros(1))]
+            if client_optimizer is None:
+                return self._configure_basic_optimizer(parameters)  # type: ignore[no-any-return]
+            is_instance = isinstance(client_optimizer, torch.optim.Optimizer)
+            built: torch.optim.Optimizer = client_optimizer if is_instance else client_optimizer(parameters)
+            check_optimizer(built)
+            check_parameters(built.param_groups if is_instance else [], self.module)
+            return built
+
+        self.basic_optimizer, options = run_together(build, note=describe_optimizer)
+        require_equal("optimizers or parameter groups", options, "give every rank the same")
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(self.basic_optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        _, all_described = run_together(lambda: self.module.describe(group_of), note=list)
+        layout = merge_layouts(all_described)
+        self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes)
+        self._node_of = self._nodes()
+        placement = place(self.plan, self._buckets)
+        self.module.groups.ensure(placement.groups)
+        self.optimizer = MalleusZeroOptimizer(
+            self.basic_optimizer, layout, self.module.groups, self.device, self.gradient_clipping()
+        )
+        self.optimizer.adopt(placement, self.module.slots())
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        """Torch's LR schedulers take torch optimizers only; the groups are the same objects."""
+        return super()._scheduler_from_config(self.basic_optimizer)
+
+    def _nodes(self) -> dict[int, int]:
+        """Node of each rank: from the config, else by host name."""
+        if self.malleus_config.nodes is not None:
+            return {rank: i for i, ranks in enumerate(self.malleus_config.nodes) for rank in ranks}
+        _, hosts = run_together(socket.gethostname, note=lambda host: host)
+        names = sorted(set(hosts))
+        return {rank: names.index(host) for rank, host in enumerate(hosts)}
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """`training_data` in the plan-invariant order; other routes as in DeepSpeed."""
+        if args or kwargs:
+            return super().deepspeed_io(dataset, *args, **kwargs)
+        check_map_style(dataset)
+        order = SampleOrder(len(dataset), self.malleus_config.seed, self.malleus_config.shuffle)
+        return PlanInvariantLoader(dataset, self.plan.micro_batch_size, order, self.collate_fn)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        self._owns_data = True
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take each pipeline's micro-batches from ``loader``, from its start."""
+        self.set_dataiterator(iter(loader))
+        self.training_dataloader = loader
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Each pipeline pulls its own micro-batches from its ``iterator``.
+
+        All ranks keep it, because a switch may make any rank a first or last stage.
+        """
+        self._owns_data = False
+        self.data_iterator = iterator
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One step over the global batch, as in DeepSpeed; returns the mean loss, on every rank.
+
+        May end with a switch to a new plan, when the control loop decided so. Raises
+        `PeerLostError` when another rank stopped answering.
+        """
+        with peer_errors(f"in step {self.global_steps}", self._abandon):
+            step, plan = self.global_steps, self.plan
+            if self.device_emulation is not None:
+                self.device_emulation.set_step(step)
+            if self.control_loop is not None:
+                self.control_loop.begin_step()
+            start, stop = self._micro_batch_range()
+            self._check_iterator(data_iter)
+            self._use_grid()
+            self._next_micro_batch = start
+            self._micro_batch_totals = self.optimizer.local_totals
+            if self._owns_data and data_iter is None:
+                self.data_iterator = self.training_dataloader.micro_batches(self.global_samples, start, stop)
+            loss: Tensor = super().train_batch(data_iter)
+            if self.control_loop is not None:
+                self.control_loop.finish_step(step, plan, stop - start, can_switch=self._owns_data)
+        return loss
+
+    def _check_iterator(self, data_iter: Iterator[Any] | None) -> None:
+        """Raise `DataError` where this rank would read no data, or data meant for another place."""
+        if data_iter is not None and data_iter is self._stale_iterator:
+            raise DataError(
+                "the data_iter was made for the plan before the switch: make a new one on every rank, for "
+                "this rank's pipeline (engine.plan) and the samples that come next, or use training_data="
+            )
+        reads = not self.is_standby and (self.is_first_stage() or self.is_last_stage())
+        if reads and data_iter is None and self.data_iterator is None and not self._owns_data:
+            raise DataError("no data: pass training_data= to initialize, or a data_iter to train_batch")
+
+    def _abandon(self) -> None:
+        if self.control_loop is not None:
+            self.control_loop.abandon()
+
+    def _train_schedule(self) -> schedule.PipeSchedule:
+        return StandbySchedule() if self.is_standby else super()._train_schedule()
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        self.module.rng_key = (self.malleus_config.seed, self.global_steps, self._next_micro_batch)
+        self._next_micro_batch += 1
+        self.clock.start()
+        super()._exec_forward_pass(buffer_id)
+        self.clock.stop()
+        if not self.is_last_stage():  # a plan may cut behind any layer: what is sent must be contiguous
+            outputs = self.pipe_buffers["outputs"]
+            outputs[buffer_id] = contiguous(outputs[buffer_id])
+        if self.is_last_stage() and self._micro_batch_totals is not None:
+            # A loss function may return two tensors: the sum of its losses and their weight (design 4.2).
+            weight: Any = 1.0
+            if isinstance(self.loss, list | tuple):
+                self.loss, weight = self.loss
+            self._micro_batch_totals[0] += weight
+            self._micro_batch_totals[1] += self.loss.detach().reshape(())
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if not self.is_last_stage() and not needs_gradient(self.pipe_buffers["outputs"][buffer_id]):
+            self.pipe_buffers["outputs"][buffer_id] = None  # a first stage without trained parameters
+            return
+        if self.measurement is not None:
+            self.measurement.before_backward()
+        self.clock.start()
+        if self.is_last_stage():
+            # The weight of the global batch divides once, at the step: no scaling here.
+            DeepSpeedEngine.backward(self, self.loss, scale_wrt_gas=False)
+        else:
+            super()._exec_backward_pass(buffer_id)
+        self.clock.stop()
+        if self.measurement is not None:
+            self.measurement.after_backward()
+
+    def _exec_reduce_grads(self) -> None:
+        self.optimizer.reduce_gradients()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Tied copies are holders of one sync group: reduced with all others."""
+
+    def _aggregate_total_loss(self) -> Tensor:
+        weight, loss = self.optimizer.totals
+        mean: Tensor = loss / weight
+        return mean.float()
+
+    def clip_fp32_gradients(self) -> None:
+        """`MalleusZeroOptimizer.step` clips, by the norm over all ranks."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward passes only, as in DeepSpeed: each pipeline pulls ``num_micro_batches`` (its own
+        share by default) from ``data_iter``.
+
+        Returns the mean loss on every rank; with ``compute_loss=False`` the outputs, reduced as
+        asked, on last stages and None elsewhere. With ``return_logits`` a pair with the last outputs.
+        """
+        iterator, owns_data = self.data_iterator, self._owns_data
+        self.module.eval()
+        self._compute_loss, self.eval_return_logits = compute_loss, return_logits
+        self.total_loss = None
+        self._use_grid()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._micro_batch_totals = totals if compute_loss else None
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        try:
+            self.set_dataiterator(data_iter)
+            with peer_errors("in eval_batch", self._abandon), torch.no_grad():
+                if not self.is_standby:
+                    self._exec_schedule(self._inference_schedule(count))
+                dist.all_reduce(totals)  # also keeps the ranks of two evaluations in step
+        finally:
+            self.data_iterator, self._owns_data = iterator, owns_data
+            self.eval_return_logits = False
+        self.clock.take_s()  # evaluation is not part of the next step's record
+        output: Any = None
+        if compute_loss:
+            output = (totals[1] / totals[0]).float()
+            if self.global_rank == 0 and self.monitor.enabled:
+                self.monitor.write_events([("Train/Samples/eval_loss", output.item(), self.global_samples)])
+        elif self.is_last_stage() and not self.is_standby:
+            output = self._reduce_outputs(
+                self.fwd_outputs, reduce=reduce_output, reduce_dp=False, micro_batches=count
+            )
+        if not return_logits:
+            return output
+        logits, self.outputs = self.outputs, None
+        return output, logits
+
+    # -- not there yet -------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Not supported yet: it must re-split the micro-batches of all pipelines."""
+        raise NotImplementedError("malleus_ds does not change the batch size of a running job yet")
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet: DeepSpeed's format assumes equal stages."""
+        raise NotImplementedError("malleus_ds does not write checkpoints yet")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported yet: DeepSpeed's format assumes equal stages."""
+        raise NotImplementedError("malleus_ds does not read checkpoints yet")
+
+    # Everything else keeps DeepSpeed's meaning; the map must name the overrides, because the parent's
+    # holds its own functions.
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+    }
+
+
+_EXIT_PATIENCE_S = 2.0
+"""At exit the peers may be gone, or stuck."""
+
+
+def _close_at_exit(reference: weakref.ref[ControlLoop]) -> None:
+    """For a program that ends without `MalleusPipelineEngine.destroy`, on all ranks alike."""
+    loop = reference()
+    if loop is not None:
+        loop.close(_EXIT_PATIENCE_S)

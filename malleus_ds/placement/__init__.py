@@ -1,0 +1,28 @@
+"""Logical tensors, buckets, sync groups and ownership: who holds what under a plan."""
+
+from malleus_ds.placement.layout import Bucket, LayoutError, LogicalTensor, Piece, make_buckets, merge_layouts
+from malleus_ds.placement.ownership import (
+    PARAMETER,
+    Holding,
+    Placement,
+    StateSchema,
+    StateTensors,
+    place,
+    shard_size,
+)
+
+__all__ = [
+    "PARAMETER",
+    "Bucket",
+    "Holding",
+    "LayoutError",
+    "LogicalTensor",
+    "Piece",
+    "Placement",
+    "StateSchema",
+    "StateTensors",
+    "make_buckets",
+    "merge_layouts",
+    "place",
+    "shard_size",
+]

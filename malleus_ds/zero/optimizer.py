@@ -1,0 +1,205 @@
+"""ZeRO-1 over sync groups: DeepSpeed's optimizer contract, for stages that need not be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch import Tensor
+
+from malleus_ds.placement import LayoutError, LogicalTensor, Placement
+from malleus_ds.placement.groups import GroupCache
+from malleus_ds.zero.binding import TensorSlot
+from malleus_ds.zero.collectives import all_gather, reduce_scatter
+from malleus_ds.zero.state import GroupState, attach_state
+from malleus_ds.zero.storage import BucketStorage
+
+_LEAST_WEIGHT = 1e-30
+"""A step without any valid token has zero gradients, not a division by zero."""
+
+
+class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
+    """Reduces, clips, steps and gathers bucket by bucket, each over the ranks that hold it.
+
+    Gradients are plain sums over micro-batches; they are divided once, at the step, by the total
+    weight of the global batch (design 4.2). The number and identity of the torch parameter groups
+    never change, on any rank and over any plan, so LR schedulers keep working; only the tensors in
+    them do.
+    """
+
+    # What DeepSpeed's engine reads of an optimizer; fp32 needs no loss scaling.
+    custom_loss_scaler = False
+    external_loss_scale = None
+    torch_autocast_gradscaler = None
+    loss_scaler = None
+    dynamic_loss_scale = False
+    overflow = False
+    loss_scale = cur_scale = 1.0
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layout: Sequence[LogicalTensor],
+        groups: GroupCache,
+        device: torch.device,
+        clip_norm: float = 0.0,
+    ) -> None:
+        """optimizer: any element-wise torch optimizer; clip_norm: largest global gradient norm, 0 for
+        none; groups: must hold the groups of each placement before it is adopted."""
+        super().__init__()
+        self.optimizer = optimizer
+        self.dp_process_group = dist.group.WORLD
+        self.groups = groups
+        self.device = device
+        self.clip_norm = clip_norm
+        self.shapes = {tensor.name: tensor.shape for tensor in layout}
+        self.rank = dist.get_rank()
+        self.placement: Placement | None = None
+        self.storages: dict[int, BucketStorage] = {}
+        self.local_totals = torch.zeros(2, dtype=torch.float64, device=device)
+        """This rank's share of the step: (weight of its micro-batches, sum of their losses)."""
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        """The same, summed over the world by the last step."""
+        self._global_grad_norm: Tensor | None = None
+        self._works: list[dist.Work] = []
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        return self.optimizer.state
+
+    def adopt(self, placement: Placement, slots: Mapping[str, TensorSlot]) -> None:
+        """Take over the tensors that this rank's module has now, and agree with the other holders.
+
+        The holder of a bucket's first layer in the first pipeline is the source.
+        """
+        for index in placement.held_by(self.rank):
+            storage = BucketStorage.allocate(placement, index, self.rank, self.device)
+            for name, view in storage.views(storage.flat, self.shapes):
+                view.copy_(slots[name].tensor.detach())
+            if len(storage.holders) > 1:
+                first_layer = min(storage.bucket.layers)
+                source = next(
+                    stage.ranks[0]
+                    for stage in placement.plan.pipelines[0].stages
+                    if stage.layers[0] <= first_layer < stage.layers[1]
+                )
+                dist.broadcast(storage.flat, source, group=self.groups.get(storage.holders))
+            self.storages[index] = storage
+        self.finish_placement(placement, slots)
+
+    def check_slots(self, placement: Placement, slots: Mapping[str, TensorSlot]) -> None:
+        """Raise `LayoutError` unless a module has exactly the tensors that ``placement`` gives this rank."""
+        expected = {
+            piece.tensor
+            for index in placement.held_by(self.rank)
+            for piece in placement.buckets[index].pieces
+        }
+        strange = expected ^ slots.keys()
+        if strange:
+            raise LayoutError(
+                f"the layers have other tensors than at the start: {sorted(strange)}; register all "
+                f"parameters and buffers in the layers' constructors"
+            )
+        for name in expected:
+            shape = tuple(slots[name].tensor.shape)
+            if shape != self.shapes[name]:
+                raise LayoutError(f"{name!r} has shape {shape}, but had {self.shapes[name]} at the start")
+
+    def collect(self, slots: Mapping[str, TensorSlot]) -> None:
+        """Take in tensors that a layer replaced by new ones, such as a buffer assigned in forward."""
+        for storage in self.storages.values():
+            for name, view in storage.views(storage.flat, self.shapes):
+                tensor = slots[name].tensor.detach()
+                if tensor.data_ptr() != view.data_ptr():
+                    view.copy_(tensor)
+
+    def bind(self, storage: BucketStorage, slots: Mapping[str, TensorSlot]) -> None:
+        """Point the module's tensors, and their gradients, at the storage."""
+        for name, view in storage.views(storage.flat, self.shapes):
+            slots[name].point_at(view)
+            if slots[name].is_parameter and storage.bucket.group is None:
+                slots[name].tensor.requires_grad_(False)  # a layer built anew has forgotten it
+        if storage.gradient is not None:
+            for name, view in storage.views(storage.gradient, self.shapes):
+                slots[name].tensor.grad = view
+
+    def finish_placement(
+        self,
+        placement: Placement,
+        slots: Mapping[str, TensorSlot],
+        states: Mapping[int, GroupState] | None = None,
+    ) -> None:
+        """Allocate gradients and give the shards, with their state, to the torch optimizer."""
+        self.placement = placement
+        self.storages = dict(sorted(self.storages.items()))
+        for group in self.param_groups:
+            group["params"] = []
+        for storage in self.storages.values():
+            storage.prepare_training()
+            self.bind(storage, slots)
+            if storage.shard is not None:
+                self.param_groups[storage.bucket.group or 0]["params"].append(storage.shard)
+        attach_state(self.optimizer, self.storages.values(), states or {})
+
+    def trained(self) -> list[tuple[BucketStorage, Tensor]]:
+        """The storages that are optimized, in bucket order, with their flat gradient."""
+        return [(s, s.gradient) for s in self.storages.values() if s.gradient is not None]
+
+    def reduce_gradients(self, pipeline_parallel: bool = True) -> None:
+        """Start summing each bucket's gradient over its holders; `step` waits for it."""
+        for storage, gradient in self.trained():
+            if len(storage.holders) > 1:
+                group = self.groups.get(storage.holders)
+                self._works.append(reduce_scatter(storage.own(gradient), gradient, group))
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Divide by the total weight, clip by the true global norm, step the shards, gather.
+
+        Each element of the model has exactly one owner, so the sum of the owners' squares is the
+        squared norm; it travels with the weight and the loss in one reduction over the world.
+        """
+        self._wait()
+        trained = self.trained()
+        gradients = [storage.own(gradient) for storage, gradient in trained]
+        reduced = torch.cat((_squared_norm(gradients, self.device), self.local_totals))
+        dist.all_reduce(reduced)
+        self.totals = reduced[1:]
+        self.local_totals.zero_()
+        weight = self.totals[0].clamp(min=_LEAST_WEIGHT)
+        self._global_grad_norm = reduced[0].sqrt() / weight
+        scale = 1.0 / weight
+        if self.clip_norm > 0:
+            scale = scale * (self.clip_norm / (self._global_grad_norm + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(torch.float32))
+        self.optimizer.step()
+        for storage, _ in trained:
+            if len(storage.holders) > 1:
+                part = storage.own(storage.flat)
+                self._works.append(all_gather(storage.flat, part, self.groups.get(storage.holders)))
+        self._wait()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the flat gradients; ``p.grad`` stays a view of them."""
+        for _, gradient in self.trained():
+            gradient.zero_()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares over all tensors, shape [1], float64."""
+    if not tensors:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(list(tensors)))
+    return norms.double().square().sum().reshape(1)
