@@ -19,8 +19,6 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from malleus_ds.config import ConfigError, MalleusConfig
-from malleus_ds.data.loader import PlanInvariantLoader, check_map_style
-from malleus_ds.data.order import DataError, SampleOrder
 from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
@@ -33,9 +31,9 @@ from malleus_ds.pipe.agreement import (
     run_together,
 )
 from malleus_ds.pipe.control_loop import ControlLoop
+from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.pipe.grid import pipeline_groups
 from malleus_ds.pipe.measurement import Measurement
-from malleus_ds.pipe.module import MalleusPipelineModule
 from malleus_ds.pipe.outputs import contiguous, needs_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
 from malleus_ds.pipe.schedule import StandbySchedule
@@ -57,14 +55,13 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
+class MalleusPipelineEngine(Evaluation):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
     Standby ranks call the same methods as all others: they take part in what is collective.
     """
 
-    module: MalleusPipelineModule
     optimizer: MalleusZeroOptimizer
     loss: Any
     outputs: Any
@@ -91,15 +88,6 @@ class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
             self._start_control_loop()
 
     # -- plan ----------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that the next step runs under."""
-        return self.module.plan
-
-    @property
-    def is_standby(self) -> bool:
-        return bool(self.grid.is_standby)
 
     def reconfigure(self, plan: ParallelPlan) -> SwitchReport:
         """Switch to ``plan`` now, at a step boundary. Collective over the world.
@@ -289,30 +277,6 @@ class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
         names = sorted(set(hosts))
         return {rank: names.index(host) for rank, host in enumerate(hosts)}
 
-    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """`training_data` in the plan-invariant order; other routes as in DeepSpeed."""
-        if args or kwargs:
-            return super().deepspeed_io(dataset, *args, **kwargs)
-        check_map_style(dataset)
-        order = SampleOrder(len(dataset), self.malleus_config.seed, self.malleus_config.shuffle)
-        return PlanInvariantLoader(dataset, self.plan.micro_batch_size, order, self.collate_fn)
-
-    def _build_data_iter(self, dataset: Any) -> None:
-        self._owns_data = True
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Take each pipeline's micro-batches from ``loader``, from its start."""
-        self.set_dataiterator(iter(loader))
-        self.training_dataloader = loader
-
-    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Each pipeline pulls its own micro-batches from its ``iterator``.
-
-        All ranks keep it, because a switch may make any rank a first or last stage.
-        """
-        self._owns_data = False
-        self.data_iterator = iterator
-
     # -- a step --------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -338,17 +302,6 @@ class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
             if self.control_loop is not None:
                 self.control_loop.finish_step(step, plan, stop - start, can_switch=self._owns_data)
         return loss
-
-    def _check_iterator(self, data_iter: Iterator[Any] | None) -> None:
-        """Raise `DataError` where this rank would read no data, or data meant for another place."""
-        if data_iter is not None and data_iter is self._stale_iterator:
-            raise DataError(
-                "the data_iter was made for the plan before the switch: make a new one on every rank, for "
-                "this rank's pipeline (engine.plan) and the samples that come next, or use training_data="
-            )
-        reads = not self.is_standby and (self.is_first_stage() or self.is_last_stage())
-        if reads and data_iter is None and self.data_iterator is None and not self._owns_data:
-            raise DataError("no data: pass training_data= to initialize, or a data_iter to train_batch")
 
     def _abandon(self) -> None:
         if self.control_loop is not None:
@@ -406,55 +359,6 @@ class MalleusPipelineEngine(PipelineEngine):  # type: ignore[misc]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-
-    # -- evaluation ----------------------------------------------------------------------------
-
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Forward passes only, as in DeepSpeed: each pipeline pulls ``num_micro_batches`` (its own
-        share by default) from ``data_iter``.
-
-        Returns the mean loss on every rank; with ``compute_loss=False`` the outputs, reduced as
-        asked, on last stages and None elsewhere. With ``return_logits`` a pair with the last outputs.
-        """
-        iterator, owns_data = self.data_iterator, self._owns_data
-        self.module.eval()
-        self._compute_loss, self.eval_return_logits = compute_loss, return_logits
-        self.total_loss = None
-        self._use_grid()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self._micro_batch_totals = totals if compute_loss else None
-        count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        try:
-            self.set_dataiterator(data_iter)
-            with peer_errors("in eval_batch", self._abandon), torch.no_grad():
-                if not self.is_standby:
-                    self._exec_schedule(self._inference_schedule(count))
-                dist.all_reduce(totals)  # also keeps the ranks of two evaluations in step
-        finally:
-            self.data_iterator, self._owns_data = iterator, owns_data
-            self.eval_return_logits = False
-        self.clock.take_s()  # evaluation is not part of the next step's record
-        output: Any = None
-        if compute_loss:
-            output = (totals[1] / totals[0]).float()
-            if self.global_rank == 0 and self.monitor.enabled:
-                self.monitor.write_events([("Train/Samples/eval_loss", output.item(), self.global_samples)])
-        elif self.is_last_stage() and not self.is_standby:
-            output = self._reduce_outputs(
-                self.fwd_outputs, reduce=reduce_output, reduce_dp=False, micro_batches=count
-            )
-        if not return_logits:
-            return output
-        logits, self.outputs = self.outputs, None
-        return output, logits
 
     # -- not there yet -------------------------------------------------------------------------
 
