@@ -11,10 +11,10 @@ from torch import Tensor
 
 from malleus_ds.detector.clock import ComputeClock
 from malleus_ds.pipe.agreement import peer_errors
-from malleus_ds.pipe.data_feed import DataFeed
+from malleus_ds.pipe.messages import Messages
 
 
-class Evaluation(DataFeed):
+class Evaluation(Messages):
     """The part of `MalleusPipelineEngine` that evaluates."""
 
     clock: ComputeClock
@@ -41,7 +41,6 @@ class Evaluation(DataFeed):
         self.module.eval()
         self._compute_loss, self.eval_return_logits = compute_loss, return_logits
         self.total_loss = None
-        self._use_grid()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._micro_batch_totals = totals if compute_loss else None
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
@@ -50,6 +49,7 @@ class Evaluation(DataFeed):
             with peer_errors("in eval_batch", self._abandon), torch.no_grad():
                 if not self.is_standby:
                     self._exec_schedule(self._inference_schedule(count))
+                    self.finish_sends()
                 dist.all_reduce(totals)  # also keeps the ranks of two evaluations in step
         finally:
             self.data_iterator, self._owns_data = iterator, owns_data
