@@ -129,6 +129,9 @@ class MalleusConfig(_Section):
         DEFAULT_TIMEOUT_S,
         description="after this long without an answer a peer counts as stuck; more than a step takes",
     )
+    overlap: bool = Field(
+        True, description="exchange activations and gradients beside the computation; false: wait for each"
+    )
     nodes: tuple[tuple[int, ...], ...] | None = Field(
         None, strict=False, description="ranks of each node; null: from the hosts that the ranks run on"
     )

@@ -312,6 +312,7 @@ class MalleusPipelineEngine(Evaluation):
             start, stop = self._micro_batch_range()
             self._check_iterator(data_iter)
             self._next_micro_batch = start
+            self._expect(stop - start)
             self._micro_batch_totals = self.optimizer.local_totals
             if self._owns_data and data_iter is None:
                 self.data_iterator = self.training_dataloader.micro_batches(self.global_samples, start, stop)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe import engine as stock
 
 from malleus_ds.pipe.data_feed import DataFeed
@@ -26,14 +27,24 @@ class Messages(DataFeed):
 
     def _connect(self) -> None:
         """Link this rank's stage with its neighbours under the current plan."""
-        links: list[StageLink | None] = []
-        for neighbour in (self.stage_id - 1, self.stage_id + 1):
-            is_there = 0 <= neighbour < len(self.grid.stages)
-            ranks = self.grid.stages[neighbour].ranks if is_there else ()
-            handle = self.grid.get_slice_parallel_group()
-            links.append(StageLink(self.grid.slice_group, ranks, handle, self.device) if is_there else None)
-        self._previous, self._next = links
+        forth, back = self.module.activation_group, self.module.gradient_group
+        self._previous = self._link(self.stage_id - 1, back, forth)
+        self._next = self._link(self.stage_id + 1, forth, back)
         self.reset_activation_shape()
+
+    def _link(
+        self, neighbour: int, towards: dist.ProcessGroup | None, back: dist.ProcessGroup | None
+    ) -> StageLink | None:
+        if not 0 <= neighbour < len(self.grid.stages):
+            return None
+        handle = self.grid.get_slice_parallel_group()
+        ranks = self.grid.stages[neighbour].ranks
+        overlaps = self.malleus_config.overlap
+        return StageLink(self.grid.slice_group, ranks, handle, self.device, towards, back, overlaps)
+
+    def _expect(self, num_micro_batches: int) -> None:
+        """Before a schedule runs: how many activations, and gradients, come in it."""
+        self._num_activations = self._num_gradients = num_micro_batches
 
     def reset_activation_shape(self) -> None:
         """Shapes are described anew with the next activations, on all ranks."""
@@ -71,7 +82,10 @@ class Messages(DataFeed):
             if self.dynamic_shape or metas is None:
                 metas = self._previous.receive_metas()
                 self._received_metas[torch.is_grad_enabled()] = metas
-            tensors = self._previous.receive(metas.tensors)
+            self._num_activations -= 1
+            tensors = self._previous.receive(
+                metas.tensors, more=self._num_activations > 0 and not self.dynamic_shape
+            )
             for tensor, meta in zip(tensors, metas.tensors, strict=True):
                 tensor.requires_grad_(meta.has_gradient)
             self.pipe_buffers["inputs"][buffer_id] = tuple(tensors) if metas.is_tuple else tensors[0]
@@ -88,7 +102,10 @@ class Messages(DataFeed):
         assert self._next is not None
         with self._timing(stock.PIPE_RECV_GRAD_TIMER):
             outputs = tensors_with_gradient(self.pipe_buffers["outputs"][buffer_id])
-            self.grad_layer = self._next.receive(list(map(TensorMeta.of, outputs)))
+            self._num_gradients -= 1
+            self.grad_layer = self._next.receive(
+                list(map(TensorMeta.of, outputs)), more=self._num_gradients > 0 and not self.dynamic_shape
+            )
 
     @contextmanager
     def _timing(self, name: str) -> Iterator[None]:

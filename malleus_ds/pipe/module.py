@@ -84,6 +84,9 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.groups = GroupCache(timedelta(seconds=DEFAULT_TIMEOUT_S))
         self.waits = CollectiveWaits()
+        # Gloo matches messages of a pair by direction; others may need one communicator for each.
+        self.activation_group = None
+        self.gradient_group = None if dist.get_backend() == dist.Backend.GLOO else dist.new_group()
         self._layer_specs = list(layers)
         self._num_layers = len(self._layer_specs)
         self.has_implicit_plan = plan is None

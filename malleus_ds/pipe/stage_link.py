@@ -9,8 +9,9 @@ plain message.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -83,11 +84,21 @@ class Metas:
         return cls(tuple(tensors), is_tuple)
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A tensor under way. padded: flat, with what this rank receives of it in its place."""
+
+    meta: TensorMeta
+    padded: Tensor
+    works: list[dist.Work] = field(default_factory=list)
+
+
 class StageLink:
     """One side of the link between two stages of a pipeline; `send` and `receive` match in their order.
 
     All ranks of both stages call them in the order of their schedules, so each pair of ranks has one
-    agreed order of messages (design 4.8). A send does not wait; what it sends is kept until it has left.
+    agreed order of messages in each direction (design 4.8). A send does not wait, and what it sends is
+    kept until it has left; a receive can post the next one, which then comes in beside the computation.
     """
 
     def __init__(
@@ -96,14 +107,22 @@ class StageLink:
         peer: Sequence[int],
         handle: dist.ProcessGroup | None,
         device: torch.device,
+        towards: dist.ProcessGroup | None = None,
+        back: dist.ProcessGroup | None = None,
+        overlaps: bool = True,
     ) -> None:
-        """own, peer: ranks of the two stages; handle: group of the own ranks, None for one."""
+        """own, peer: ranks of the two stages; handle: group of the own ranks, None for one; towards,
+        back: groups of all ranks that carry what goes to the peer and what comes from it (None: the
+        default one); overlaps: False to wait for each message."""
         # A process group counts its members in ascending order.
         self._own, self._peer = sorted(own), sorted(peer)
         self._index = self._own.index(dist.get_rank())
         self._num_pieces = max(len(own), len(peer))
         self._handle = handle
         self._device = device
+        self._towards, self._back = towards, back
+        self._overlaps = overlaps
+        self._posted: deque[_Arrival] = deque()
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     def send_metas(self, metas: Metas) -> None:
@@ -118,7 +137,7 @@ class StageLink:
         for peer in dict.fromkeys(peer for peer, _ in self._own_pieces()):
             # Each sender describes it; one is enough to know, but all messages must be taken.
             buffer = encoded if peer == first else torch.zeros_like(encoded)
-            dist.recv(buffer, peer)
+            dist.recv(buffer, peer, group=self._back)
         return Metas.decode(encoded)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
@@ -131,30 +150,40 @@ class StageLink:
                 if part.numel():
                     self._post(part, peer)
 
-    def receive(self, metas: Sequence[TensorMeta]) -> list[Tensor]:
-        """The whole tensors, on every rank of the group."""
-        received = []
-        for meta in metas:
-            count = math.prod(meta.shape)
-            # Padded to equal pieces, which the gathering needs.
-            padded = torch.empty(
-                self._piece_size(count) * self._num_pieces, dtype=meta.dtype, device=self._device
-            )
-            flat = _as_wire(padded)
-            works: list[dist.Work | None] = []
-            for peer, piece in self._own_pieces():
-                part = flat[self._range(piece, count)]
-                if part.numel():
-                    works.append(dist.irecv(part, peer))
-            for work in works:
-                assert work is not None, "this rank is in the group of all ranks"
+    def receive(self, metas: Sequence[TensorMeta], more: bool = False) -> list[Tensor]:
+        """The whole tensors, on every rank of the group. more: others of the same shapes follow."""
+        arrivals = [self._posted.popleft() if self._posted else self._expect(meta) for meta in metas]
+        for arrival in arrivals:
+            for work in arrival.works:
                 work.wait()
-            if self._handle is not None and count:
-                share = flat.numel() // len(self._own)
-                own = flat[self._index * share : (self._index + 1) * share].clone()
-                all_gather(flat, own, self._handle).wait()
-            received.append(padded[:count].view(meta.shape))
-        return received
+        if more and self._overlaps:
+            self._posted.extend(map(self._expect, metas))
+        return list(map(self._complete, arrivals))
+
+    def _expect(self, meta: TensorMeta) -> _Arrival:
+        """Post the receives of a tensor."""
+        count = math.prod(meta.shape)
+        # Padded to equal pieces, which the gathering needs.
+        size = self._piece_size(count) * self._num_pieces
+        arrival = _Arrival(meta, torch.empty(size, dtype=meta.dtype, device=self._device))
+        flat = _as_wire(arrival.padded)
+        for peer, piece in self._own_pieces():
+            part = flat[self._range(piece, count)]
+            if part.numel():
+                work = dist.irecv(part, peer, group=self._back)
+                assert work is not None, "this rank is in the group of all ranks"
+                arrival.works.append(work)
+        return arrival
+
+    def _complete(self, arrival: _Arrival) -> Tensor:
+        """Gather what the ranks of the group received."""
+        count = math.prod(arrival.meta.shape)
+        if self._handle is not None and count:
+            flat = _as_wire(arrival.padded)
+            share = flat.numel() // len(self._own)
+            own = flat[self._index * share : (self._index + 1) * share].clone()
+            all_gather(flat, own, self._handle).wait()
+        return arrival.padded[:count].view(arrival.meta.shape)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -163,9 +192,11 @@ class StageLink:
         self._sends.clear()
 
     def _post(self, part: Tensor, peer: int) -> None:
-        work = dist.isend(part, peer)
-        assert work is not None
+        work = dist.isend(part, peer, group=self._towards)
+        assert work is not None, "this rank is in the group of all ranks"
         self._sends.append((work, part))
+        if not self._overlaps:
+            self.finish()
 
     def _own_pieces(self) -> Iterator[tuple[int, int]]:
         """``(peer, piece)`` of what this rank sends or receives: neighbouring pieces."""
