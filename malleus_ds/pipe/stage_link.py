@@ -179,10 +179,7 @@ class StageLink:
         """Gather what the ranks of the group received."""
         count = math.prod(arrival.meta.shape)
         if self._handle is not None and count:
-            flat = _as_wire(arrival.padded)
-            share = flat.numel() // len(self._own)
-            own = flat[self._index * share : (self._index + 1) * share].clone()
-            all_gather(flat, own, self._handle).wait()
+            all_gather(_as_wire(arrival.padded), self._handle).wait()
         return arrival.padded[:count].view(arrival.meta.shape)
 
     def finish(self) -> None:
