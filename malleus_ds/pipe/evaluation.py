@@ -36,6 +36,8 @@ class Evaluation(Messages):
 
         Returns the mean loss on every rank; with ``compute_loss=False`` the outputs, reduced as
         asked, on last stages and None elsewhere. With ``return_logits`` a pair with the last outputs.
+        Outputs are what the rank's last layer returns: where the head is cut for tensor parallelism, this
+        rank's part of the logits, ``[..., vocabulary / degree]``.
         """
         iterator, owns_data = self.data_iterator, self._owns_data
         self.module.eval()
