@@ -84,6 +84,8 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.groups = GroupCache(timedelta(seconds=DEFAULT_TIMEOUT_S))
         self.waits = CollectiveWaits()
+        self.num_slices = 1
+        """Into how many slices TP may cut a tensor: the largest degree of any plan of this job."""
         # Gloo matches messages of a pair by direction; others may need one communicator for each.
         self.activation_group = None
         self.gradient_group = None if dist.get_backend() == dist.Backend.GLOO else dist.new_group()
@@ -94,6 +96,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
 
         def first_plan() -> ParallelPlan:
             chosen = plan or self._equal_plan(num_stages, topology, partition_method)
+            self.num_slices = max_degree(chosen)  # `start_with` may raise it
             self.check(chosen)
             return chosen
 
@@ -101,8 +104,6 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         require_equal("plans", [digest for digest, _ in notes], "give every rank the same plan")
         require_equal("layers", [names for _, names in notes], "give every rank the same layers")
         self.num_replicas = nominal_replicas(self.plan)
-        self.num_slices = max_degree(self.plan)
-        """Into how many slices TP may cut a tensor: the largest degree of any plan of this job."""
         self.fwd_map: dict[str, int] = {}
         self.forward_funcs: list[Any] = []
         self.tied_modules = nn.ModuleDict()
@@ -147,6 +148,13 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
     def check(self, plan: ParallelPlan) -> None:
         """Raise `PlanError` unless this module can run under ``plan`` in this world."""
         plan.validate(self._num_layers, self.world_size)
+        for pipeline_id, stage_id, stage in plan.stages():
+            if stage.degree > self.num_slices:
+                raise PlanError(
+                    f"pipeline {pipeline_id}, stage {stage_id}: ranks {stage.ranks} have TP degree "
+                    f"{stage.degree}, but the job allows {self.num_slices}: raise "
+                    f"malleus.tensor_parallel.max_degree in the config"
+                )
 
     def _take_position(self, plan: ParallelPlan) -> None:
         self.plan = plan
@@ -185,26 +193,21 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         current = range(self._local_start, self._local_stop)
         is_cut_alike = (cut.degree, cut.index) == (self.tensor_group.degree, self.tensor_group.index)
         for layer in previous:
-            if layer not in current or (not is_cut_alike and cut_degrees(self._modules_of(layer))):
-                self._drop(layer)
+            module = self._modules_by_layer.get(layer)  # None for functions and ties
+            if module is not None and (layer not in current or (not is_cut_alike and cut_degrees(module))):
+                self._drop(layer, module)
+        for key in [key for key, tied in self.tied_modules.items() if not is_cut_alike and cut_degrees(tied)]:
+            del self.tied_modules[key]
         self._build(make=build_without_data)
         self.is_checkpointable_results_interval = None
         if self.activation_checkpoint_interval > 0:
             self._precompute_checkpointable_values()
         return self.slots()
 
-    def _drop(self, layer: int) -> None:
-        spec = self._layer_specs[layer]
-        if isinstance(spec, TiedLayerSpec):
-            # `_build` drops the module of a key that no layer here uses, and makes a missing one.
-            if self._local_start <= layer < self._local_stop and spec.key in self.tied_modules:
-                del self.tied_modules[spec.key]
-            return
-        module = self._modules_by_layer.pop(layer, None)
-        if module is None:
-            return
+    def _drop(self, layer: int, module: nn.Module) -> None:
+        del self._modules_by_layer[layer]
         delattr(self, str(layer))
-        if isinstance(spec, nn.Module):  # the user's object stays alive: free its memory
+        if module is self._layer_specs[layer]:  # the user's object stays alive: free its memory
             for slot in tensor_slots(module).values():
                 slot.release()
 
@@ -267,13 +270,6 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             for layer, spec in enumerate(self._layer_specs)
             if isinstance(spec, TiedLayerSpec) and spec.key == key
         )
-
-    def _modules_of(self, layer: int) -> nn.Module:
-        """What holds the tensors of a local layer; an empty module for a function."""
-        spec = self._layer_specs[layer]
-        if isinstance(spec, TiedLayerSpec):
-            return self.tied_modules[spec.key] if spec.key in self.tied_modules else nn.Module()
-        return self._modules_by_layer.get(layer, nn.Module())
 
     def bytes_at_largest_degree(self, layer: nn.Module) -> int:
         """Of a layer's parameters on one rank, were its TP group the largest of the job."""
