@@ -167,7 +167,7 @@ class Ours(Contender):
         plan: ParallelPlan | None = None,
         **section: Any,
     ) -> None:
-        """plan: the first one, instead of equal pipelines; section: other keys of the config's ``malleus``."""
+        """plan: the first one, instead of equal pipelines; section: other keys of the config's section."""
         section |= {
             "detector": {"enabled": has_detector},
             "planner": {"enabled": has_planner},
