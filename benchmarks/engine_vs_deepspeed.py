@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def job(args: argparse.Namespace) -> dict[str, Any] | None:
     """On every rank; the measurements, on rank 0."""
-    from contenders import NUM_PIPELINES, Stock, Workload, overrun_share
+    from contenders import NUM_PIPELINES, Ours, Stock, Workload, overrun_share
 
     if args.quick:
         args = argparse.Namespace(steps=3, slow_steps=2, layer_ms=4.0, rates=(3.75,))
@@ -69,8 +69,12 @@ def job(args: argparse.Namespace) -> dict[str, Any] | None:
     measured = _compare_healthy(workload, stock, args.steps)
     bare_workload = replace(workload, is_emulated=False)
     bare = Stock(bare_workload)
-    measured["bare_step_s"] = _compare_healthy(bare_workload, bare, args.steps)["healthy_step_s"]
+    blocking = Ours(bare_workload, has_detector=False, has_planner=False, overlap=False)
+    measured["bare_step_s"] = _compare_healthy(bare_workload, bare, args.steps, {"blocking": blocking})[
+        "healthy_step_s"
+    ]
     bare.engine.destroy()
+    blocking.engine.destroy()
     shares = [measured["overrun_share"], overrun_share([stock.device])]
     situations = []
     for rate in args.rates:
@@ -93,17 +97,21 @@ def job(args: argparse.Namespace) -> dict[str, Any] | None:
     return measured if stock.engine.global_rank == 0 else None
 
 
-def _compare_healthy(workload: Workload, stock: Contender, num_steps: int) -> dict[str, Any]:
-    """Healthy steps of stock, ours, and ours without detector and planner."""
+def _compare_healthy(
+    workload: Workload, stock: Contender, num_steps: int, others: Mapping[str, Contender] | None = None
+) -> dict[str, Any]:
+    """Healthy steps of stock, ours, ours without detector and planner, and others."""
     import torch.distributed as dist
     from contenders import Ours, TimedControlLoop, overrun_share
 
     ours, undetected = Ours(workload), Ours(workload, has_detector=False, has_planner=False)
     loop = TimedControlLoop.put_around(ours.engine)
-    for contender in (stock, undetected, *[ours] * FIRST_SLOW_STEP):
+    others = others or {}
+    for contender in (stock, undetected, *others.values(), *[ours] * FIRST_SLOW_STEP):
         contender.step()
     loop.durations_s.clear()
-    step_s = _take_turns(dict(zip(CONTENDERS, (stock, ours, undetected), strict=True)), num_steps)
+    contenders = dict(zip(CONTENDERS, (stock, ours, undetected), strict=True))
+    step_s = _take_turns({**contenders, **others}, num_steps)
     loop_s: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(loop_s, statistics.median(loop.durations_s))
     share = overrun_share([ours.device, undetected.device])
@@ -184,7 +192,10 @@ def evaluate(measured: Mapping[str, Any]) -> ranks.Verdict:
         "control loop / step, most of ranks": max(measured["control_loop_s"]) / ours_s,
         "healthy: ours / cost model": ours_s / _model_step_s(measured),
         "emulated waits that came too late, share": measured["overrun_share"],
-        **{f"not emulated: {name}, s": statistics.median(bare_s[name]) for name in CONTENDERS},
+        **{f"not emulated: {name}, s": statistics.median(step_s) for name, step_s in bare_s.items()},
+        "not emulated: overlapped / blocking": statistics.median(
+            _ratios(bare_s["undetected"], bare_s["blocking"])
+        ),
     }
     bars = [
         Bar(

@@ -16,6 +16,7 @@ import engine_vs_deepspeed
 import migration
 import pytest
 import ranks
+import tensor_parallel
 import torch
 
 from malleus_ds.placement import LogicalTensor, make_buckets, place
@@ -37,7 +38,10 @@ def held(verdict: ranks.Verdict) -> dict[str, bool]:
 
 
 def comparison(
-    ours: float = 1.01, undetected: float = 1.005, new_step_s: tuple[float, ...] = (2.5, 2.5)
+    ours: float = 1.01,
+    undetected: float = 1.005,
+    new_step_s: tuple[float, ...] = (2.5, 2.5),
+    bare: float = 1.04,
 ) -> dict[str, Any]:
     """Measurements of `engine_vs_deepspeed`, where stock drifts and the others are fixed multiples of it."""
     stock_s = [2.0, 2.4, 2.2]
@@ -46,6 +50,12 @@ def comparison(
             "stock": stock_s,
             "ours": [ours * step_s for step_s in stock_s],
             "undetected": [undetected * step_s for step_s in stock_s],
+        },
+        "bare_step_s": {
+            "stock": stock_s,
+            "ours": [bare * s for s in stock_s],
+            "undetected": [1.0] * 3,
+            "blocking": [2.0] * 3,
         },
         "control_loop_s": [0.011, 0.022],
         "overrun_share": 0.0,
@@ -86,10 +96,12 @@ def test_engines_are_compared_round_by_round_and_with_the_optimum() -> None:
         {
             "healthy: ours / stock": 1.01,
             "detector's cost / step": 1.01 / 1.005 - 1,
+            "not emulated: ours / stock": 1.04,
             "rate 4.0: ours / optimum": 2.5 / optimum_s,
         }
     )
     assert all(held(verdict).values())
+    assert verdict.figures["not emulated: overlapped / blocking"] == 0.5
     assert verdict.figures["healthy: ours / cost model"] == pytest.approx(1.01 * 2.2 / (19 * 0.12))
     assert verdict.figures["rate 4.0: stock / healthy stock"] == pytest.approx(8.4 / 2.2)
     # All devices but one pipeline's fill: 16 * 0.03 * (1 + 30 / 7.25).
@@ -103,6 +115,7 @@ def test_engines_are_compared_round_by_round_and_with_the_optimum() -> None:
     [
         ({"ours": 1.03, "undetected": 1.03}, "healthy: ours / stock"),
         ({"undetected": 0.99}, "detector's cost / step"),
+        ({"bare": 1.06}, "not emulated: ours / stock"),
         ({"new_step_s": (2.8, 2.8)}, "rate 4.0: ours / optimum"),
         ({"new_step_s": ()}, "rate 4.0: ours / optimum"),
     ],
@@ -147,6 +160,36 @@ def watched(false_alarm: int | None = None, found: int | None = 12, rate: float 
 def test_detector_bars(changes: dict[str, Any], broken: list[str]) -> None:
     verdict = detector.evaluate(watched(**changes))
     assert [name for name, ok in held(verdict).items() if not ok] == broken
+
+
+def split(rate: float = 3.1, peer: float = 1.02, new_step_s: float = 1.1) -> dict[str, Any]:
+    """Measurements of `tensor_parallel`: a switch at the end of the eighth step, planned to take 1 s."""
+    rates = [1.0, peer, rate, 1.0]
+    steps = [{"plan": "old", "duration_s": 3.0 if i >= 5 else 0.9, "ended": i == 7} for i in range(8)]
+    steps += [{"plan": "new", "duration_s": new_step_s, "ended": False}] * 3
+    planned = {"kind": "planned", "rates": rates, "step_s": 1.0, "lower_bound_s": 0.9}
+    return {"steps": steps, "events": [planned], "overrun_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "broken"),
+    [
+        ({}, []),
+        ({"rate": 3.2}, ["error of its rate"]),
+        ({"peer": 1.06}, ["largest rate of a peer"]),
+        ({"new_step_s": 1.2}, ["new step / planned step"]),
+    ],
+)
+def test_tensor_parallel_bars(changes: dict[str, Any], broken: list[str]) -> None:
+    verdict = tensor_parallel.evaluate(split(**changes))
+    assert [name for name, ok in held(verdict).items() if not ok] == broken
+
+
+def test_a_group_that_is_not_found_or_not_split_breaks_all_bars() -> None:
+    measured = split()
+    measured["steps"] = [step | {"plan": "old"} for step in measured["steps"]]
+    measured["events"] = []
+    assert not any(held(tensor_parallel.evaluate(measured)).values())
 
 
 def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
@@ -252,7 +295,8 @@ def test_engine_vs_deepspeed_on_four_ranks() -> None:
     assert situation["rate"] == 4.0
     assert min(situation["stock_step_s"]) > 2 * floor_s
     verdict = engine_vs_deepspeed.evaluate(json.loads(json.dumps(measured)))
-    assert len(verdict.bars) == 3
+    assert len(verdict.bars) == 4
+    assert len(measured["bare_step_s"]["blocking"]) == 2
 
 
 def test_detector_on_four_ranks() -> None:
