@@ -72,6 +72,24 @@ class TestDegrees(DistributedTest):
             norms += part.norms
         assert_same_training(Result(losses, norms, part.parameters), expected)
 
+    def test_activation_checkpointing_keeps_the_dropout(self) -> None:
+        """A recomputation runs the group's collectives again, inside the backward pass."""
+        specs = gpt_layers(gpt(num_heads=4))
+        expected = single_process(specs, VocabParallelLoss(), 2)
+        engine = make_engine(
+            PLANS["four_beside_two_one_one"],
+            specs,
+            VocabParallelLoss(),
+            ds_config=tp_config(),
+            activation_checkpoint_interval=2,
+            checkpointable_layers=["Block"],
+        )
+        before = train(engine, 1)
+        engine.reconfigure(PLANS["one_to_four_to_two"])
+        after = train(engine, 1)
+        losses, norms = before.losses + after.losses, before.norms + after.norms
+        assert_same_training(Result(losses, norms, after.parameters), expected)
+
     def test_evaluation_and_a_plan_that_does_not_fit(self) -> None:
         specs = gpt_layers(gpt(num_heads=4))
         engine = make_engine(
