@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import AllocationLog
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
@@ -279,6 +280,45 @@ def gather_with_nan(engine: MalleusPipelineEngine) -> dict[str, Tensor]:
     gathered: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, held)
     return {name: tensor for part in gathered for name, tensor in part.items()}
+
+
+def held_tensors(engine: MalleusPipelineEngine) -> dict[int, list[Tensor]]:
+    """Parameters, masters and moments of each bucket."""
+    held = {}
+    for index, storage in engine.optimizer.storages.items():
+        stepped = [shard.parameter for shard in storage.shards if shard.parameter is not None]
+        moments = [
+            engine.optimizer.state[master][name] for master in stepped for name in ("exp_avg", "exp_avg_sq")
+        ]
+        held[index] = [storage.flat, *stepped, *moments]
+    return held
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class TestMemory(DistributedTest):
+    world_size = 4
+
+    def test_a_switch_stays_within_two_buckets_of_the_fuller_plan(self) -> None:
+        """Without gradients, which do not exist while state moves and would hide what it takes."""
+        engine = make_engine(ROUTE[0], ds_config=precision_config("bf16"))
+        engine.train_batch()
+        for next_plan in (*ROUTE[1:], *ROUTE):
+            before = held_tensors(engine)
+            held_before, buckets = sum(map(num_bytes, before.values())), [*map(num_bytes, before.values())]
+            log = AllocationLog(tensor for tensors in before.values() for tensor in tensors)
+            del before
+            gradients = [log.number(gradient) for _, gradient in engine.optimizer.trained()]
+            with log:
+                engine.reconfigure(next_plan)
+            gradients += [log.number(gradient) for _, gradient in engine.optimizer.trained()]
+            after = held_tensors(engine)
+            held_after = sum(map(num_bytes, after.values()))
+            largest = max([0, *buckets, *map(num_bytes, after.values())])
+            assert log.peak_bytes(left_out=gradients) <= max(held_before, held_after) + 2 * largest
+            del after
 
 
 class TestConfig(DistributedTest):
