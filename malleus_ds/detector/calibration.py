@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from malleus_ds.model_profile import LayerProfile, ModelProfile
 
-# Adam with an fp32 master: the gradient is as large as the parameter, and so is each moment.
-_STATE_COPIES = 2
-_OPTIMIZER_COPIES = 2
+_LOW_PRECISION = ("bfloat16", "float16")
+_NUM_MOMENTS = 2  # Of Adam.
 
 
 class CalibrationError(ValueError):
@@ -40,13 +39,15 @@ class LayerClass:
     """Equal for layers that do the same work.
 
     name: of the type or function; function_layer: the first layer that runs the same function, as
-    two functions may have one name (None: the module itself is called); inputs: None if unknown.
+    two functions may have one name (None: the module itself is called); inputs: None if unknown;
+    parameter_dtype: None without parameters.
     """
 
     name: str
     function_layer: int | None = None
     parameter_shapes: tuple[tuple[int, ...], ...] = ()
     inputs: LayerInput | None = None
+    parameter_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,13 @@ def calibrate(
                 f"layer {layer} ({kind.name}) has {size_bytes} bytes of parameters, but no rank measured it: "
                 f"calibrate in a step in which every layer runs"
             )
+        state_bytes, optimizer_bytes = _memory(kind, size_bytes)
         layers.append(
             LayerProfile(
                 name=kind.name,
                 time_s=costs_s.get(kind, 0.0),
-                state_bytes=_STATE_COPIES * size_bytes,
-                optimizer_bytes=_OPTIMIZER_COPIES * size_bytes,
+                state_bytes=state_bytes,
+                optimizer_bytes=optimizer_bytes,
                 activation_bytes=max((found.kept_bytes for found in by_layer[layer]), default=0),
             )
         )
@@ -132,6 +134,14 @@ def calibrate(
         )
     inputs_bytes = [found.input_bytes for layer in range(1, len(layers)) for found in by_layer[layer]]
     return ModelProfile(tuple(layers), message_bytes=max(inputs_bytes, default=0))
+
+
+def _memory(kind: LayerClass, parameter_bytes: int) -> tuple[int, int]:
+    """Bytes of parameters and gradients, and of the optimizer's state: gradients and moments are in fp32, and
+    parameters in less have an fp32 master."""
+    has_master = kind.parameter_dtype in _LOW_PRECISION
+    fp32_bytes = 2 * parameter_bytes if has_master else parameter_bytes
+    return parameter_bytes + fp32_bytes, (_NUM_MOMENTS + has_master) * fp32_bytes
 
 
 def split_overhead(overheads_s: Sequence[float], loss_overheads_s: Sequence[float]) -> tuple[float, float]:

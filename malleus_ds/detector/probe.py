@@ -135,7 +135,7 @@ class StandbyProber:
     def _warm_probe(self, chosen: ProbeCandidate) -> StandbyProbe:
         assert chosen.kind.inputs is not None
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            spare = build_spare(chosen.spec, self._device)
+            spare = build_spare(chosen.spec, self._device, chosen.kind.parameter_dtype)
         if self._emulate is not None:
             self._emulate({chosen.layer: spare})
         probe = StandbyProbe(spare, chosen.kind.inputs, chosen.layer_s, self._device)
@@ -151,10 +151,13 @@ def steps_to_wait(probe_s: float, step_s: float, interval_steps: int) -> int:
     return max(interval_steps, math.ceil(10 * probe_s / step_s))
 
 
-def build_spare(spec: LayerSpec | nn.Module, device: torch.device) -> nn.Module:
+def build_spare(
+    spec: LayerSpec | nn.Module, device: torch.device, parameter_dtype: str | None = None
+) -> nn.Module:
     """A layer of the model on ``device``, of its own: built, or copied from the user's module.
 
     A module that has been on this rank before has tensors without memory; the copy gets values.
+    parameter_dtype: what the layer has in training, where DeepSpeed has cast it; None: as it is built.
     """
     module: nn.Module = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
     for slot in tensor_slots(module).values():
@@ -163,6 +166,10 @@ def build_spare(spec: LayerSpec | nn.Module, device: torch.device) -> nn.Module:
             slot.point_at(
                 values.uniform_(0.0, _LARGEST_SPARE_VALUE) if values.is_floating_point() else values
             )
+    if parameter_dtype is not None:
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(getattr(torch, parameter_dtype))
     return module.to(device).train()
 
 

@@ -15,7 +15,7 @@ from malleus_ds.migration.transport import Transport
 from malleus_ds.placement import Placement, StateSchema
 from malleus_ds.zero.binding import TensorSlot
 from malleus_ds.zero.optimizer import MalleusZeroOptimizer
-from malleus_ds.zero.state import GroupState, detach_state, merge_group_states, state_schema
+from malleus_ds.zero.state import GroupState, detach_state, merge_group_states, state_dtypes, state_schema
 from malleus_ds.zero.storage import BucketStorage
 
 
@@ -45,6 +45,7 @@ def migrate(
     began = time.perf_counter()
     old = optimizer.placement
     assert old is not None, "adopt() comes before migrate()"
+    optimizer.sinks.disconnect_all()
     for slot in slots.values():
         slot.tensor.grad = None
     states = _exchange_states(optimizer)
@@ -88,13 +89,12 @@ def _allocate(
     if not placement.parts_of(index, optimizer.rank):
         return None
     storage = BucketStorage.allocate(placement, index, optimizer.rank, optimizer.device)
-    if storage.bucket.group is not None:
-        state = states.get(storage.bucket.group, GroupState())
-        for shard in storage.shards:
-            shard.state = {
-                name: torch.zeros(shard.num_elements, dtype=getattr(torch, dtype), device=optimizer.device)
-                for name, dtype in state.dtypes.items()
-            }
+    dtypes = state_dtypes(storage.bucket, states)
+    for shard in storage.shards:
+        shard.state = {
+            name: torch.zeros(shard.num_elements, dtype=dtype, device=optimizer.device)
+            for name, dtype in dtypes.items()
+        }
     return storage
 
 

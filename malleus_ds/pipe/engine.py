@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.keep_in_fp32 import keep_in_fp32_pattern
 from deepspeed.runtime.pipe import engine as stock
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from malleus_ds.config import ConfigError, MalleusConfig
+from malleus_ds.config import MalleusConfig
 from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
@@ -39,6 +40,7 @@ from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
+from malleus_ds.pipe.precision import check_precision, make_loss_scaler, skips_overflow
 from malleus_ds.pipe.schedule import StandbySchedule
 from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
 from malleus_ds.plan import ParallelPlan, PlanError
@@ -129,6 +131,7 @@ class MalleusPipelineEngine(Evaluation):
 
         def build() -> dict[str, TensorSlot]:
             slots = self.module.rebuild(placement.plan)
+            self._cast_module()
             self.optimizer.check_slots(placement, slots)
             return slots
 
@@ -144,6 +147,13 @@ class MalleusPipelineEngine(Evaluation):
             self._moved()
             raise SwitchFailedError(f"the old plan stays: {error}") from error
         return slots
+
+    def _cast_module(self) -> None:
+        """Give layers that were built anew the dtypes that DeepSpeed gives the module at the start."""
+        if self.fp16_enabled() or self.bfloat16_enabled():
+            parameters, buffers = self._mixed_precision_dtypes()
+            kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, parameters)
+            self._cast_module_mixed_precision(parameters, buffers, False, kept)
 
     def _moved(self) -> None:
         """The module has another place in the plan, or other modules in the same place."""
@@ -250,8 +260,7 @@ class MalleusPipelineEngine(Evaluation):
         """Wrap the torch optimizer that the config (or the user) names in ZeRO-1 over sync groups."""
 
         def build() -> torch.optim.Optimizer:
-            if self.fp16_enabled() or self.bfloat16_enabled():
-                raise ConfigError('"fp16" and "bf16" are not supported yet: train in fp32')
+            check_precision(self._config)
             list_parameters(model_parameters)
             check_parameters(model_parameters, self.module)
             # A standby rank has no parameter, but torch's optimizers refuse an empty list.
@@ -279,7 +288,13 @@ class MalleusPipelineEngine(Evaluation):
         placement = place(self.plan, self._buckets)
         self.module.groups.ensure(placement.groups)
         self.optimizer = MalleusZeroOptimizer(
-            self.basic_optimizer, layout, self.module.groups, self.device, self.gradient_clipping()
+            self.basic_optimizer,
+            layout,
+            self.module.groups,
+            self.device,
+            self.gradient_clipping(),
+            make_loss_scaler(self._config),
+            skips_overflow(self._config),
         )
         self.optimizer.adopt(placement, self.module.slots())
 

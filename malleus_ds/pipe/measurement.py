@@ -238,11 +238,13 @@ def layer_class(
         qualified = [getattr(function, "__module__", None), getattr(function, "__qualname__", None)]
         function_name = ".".join(filter(None, qualified)) or type(function).__name__
         name = function_name if module is None else f"{function_name}({name})"
+    parameters = [] if module is None else list(module.parameters())
     return LayerClass(
         name=name,
         function_layer=None if function is None else [_function_of(spec) for spec in specs].index(function),
         parameter_shapes=() if module is None else whole_shapes(module),
         inputs=inputs,
+        parameter_dtype=str(parameters[0].dtype).removeprefix("torch.") if parameters else None,
     )
 
 

@@ -84,6 +84,17 @@ class Placement:
         """The parts that ``rank`` holds: neighbours, so together one range of the bucket."""
         return tuple(part for part in self.parts[bucket] if rank in part.ranks)
 
+    def first_holder(self, bucket: int, part: Part) -> int:
+        """The holder of a part in the first pipeline, of the bucket's first layer."""
+        first_layer = min(self.buckets[bucket].layers)
+        return next(
+            rank
+            for stage in self.plan.pipelines[0].stages
+            if stage.layers[0] <= first_layer < stage.layers[1]
+            for rank in stage.ranks
+            if rank in part.ranks
+        )
+
     def num_cuts(self, bucket: int, rank: int) -> int:
         """Among how many ranks of the stage of ``rank`` the bucket is divided."""
         return self._degrees[rank] if self.buckets[bucket].num_slices > 1 else 1

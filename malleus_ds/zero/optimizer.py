@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor
 
-from malleus_ds.placement import Bucket, LayoutError, LogicalTensor, Part, Placement, local_shape
+from malleus_ds.placement import LayoutError, LogicalTensor, Part, Placement, local_shape
 from malleus_ds.placement.groups import GroupCache
 from malleus_ds.zero.binding import TensorSlot
 from malleus_ds.zero.collectives import Collective, all_gather, reduce_scatter
+from malleus_ds.zero.precision import GradientSinks
 from malleus_ds.zero.state import GroupState, attach_state
 from malleus_ds.zero.storage import BucketStorage
 
@@ -30,14 +32,10 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
     them do.
     """
 
-    # What DeepSpeed's engine reads of an optimizer; fp32 needs no loss scaling.
+    # What DeepSpeed's engine reads of an optimizer.
     custom_loss_scaler = False
     external_loss_scale = None
     torch_autocast_gradscaler = None
-    loss_scaler = None
-    dynamic_loss_scale = False
-    overflow = False
-    loss_scale = cur_scale = 1.0
 
     def __init__(
         self,
@@ -46,9 +44,13 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         groups: GroupCache,
         device: torch.device,
         clip_norm: float = 0.0,
+        loss_scaler: LossScalerBase | None = None,
+        skips_overflow: bool = False,
     ) -> None:
-        """optimizer: any element-wise torch optimizer; clip_norm: largest global gradient norm, 0 for
-        none; groups: must hold the groups of each placement before it is adopted."""
+        """optimizer: any element-wise torch optimizer; groups: must hold the groups of each placement
+        before it is adopted; clip_norm: largest global gradient norm, 0 for none; loss_scaler: for fp16;
+        skips_overflow: a step with a gradient that is not finite changes nothing, on any rank. That takes
+        a look at the norm, for which the device must be waited for."""
         super().__init__()
         self.optimizer = optimizer
         self.dp_process_group = dist.group.WORLD
@@ -63,6 +65,12 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """This rank's share of the step: (weight of its micro-batches, sum of their losses)."""
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         """The same, summed over the world by the last step."""
+        self.loss_scaler = loss_scaler
+        self.dynamic_loss_scale = loss_scaler is not None and loss_scaler.dynamic
+        self.skips_overflow = skips_overflow
+        self.overflow = False
+        """Whether the last step was skipped."""
+        self.sinks = GradientSinks()
         self._global_grad_norm: Tensor | None = None
         self._running: list[Collective] = []
 
@@ -73,6 +81,15 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
     @property
     def state(self) -> Mapping[Tensor, Any]:
         return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss of the next step. It follows from all-reduced numbers, so it is the same on
+        all ranks, standby ones too, and has nothing to migrate."""
+        return 1.0 if self.loss_scaler is None else float(self.loss_scaler.loss_scale)
+
+    cur_scale = loss_scale
+    """DeepSpeed's other name of it."""
 
     def adopt(self, placement: Placement, slots: Mapping[str, TensorSlot]) -> None:
         """Take over the tensors that this rank's module has now, and agree with the other holders.
@@ -85,7 +102,7 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
                 view.copy_(slots[name].tensor.detach())
             for shard in storage.shards:
                 if len(shard.part.ranks) > 1:
-                    source = _first_holder(placement, storage.bucket, shard.part)
+                    source = placement.first_holder(index, shard.part)
                     group = self.groups.get(shard.part.ranks)
                     dist.broadcast(storage.part(storage.flat, shard.part), source, group=group)
             self.storages[index] = storage
@@ -128,7 +145,7 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
                 slots[name].tensor.requires_grad_(False)  # a layer built anew has forgotten it
         if storage.gradient is not None:
             for name, view in storage.views(storage.gradient, self.shapes):
-                slots[name].tensor.grad = view
+                self.sinks.connect(name, slots[name].tensor, view)
 
     def finish_placement(
         self,
@@ -171,13 +188,13 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Divide by the total weight, clip by the true global norm, step the shards, gather.
 
         Each element of the model has exactly one owner, so the sum of the owners' squares is the
-        squared norm; it travels with the weight and the loss in one reduction over the world.
+        squared norm; it travels with the weight and the loss in one reduction over the world. A
+        gradient that is not finite anywhere makes the norm so, everywhere.
         """
         self._wait()
-        trained = self.trained()
         gradients = [
             storage.own(gradient, shard)
-            for storage, gradient in trained
+            for storage, gradient in self.trained()
             for shard in storage.shards
             if shard.num_elements > 0
         ]
@@ -185,21 +202,34 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         dist.all_reduce(reduced)
         self.totals = reduced[1:]
         self.local_totals.zero_()
-        weight = self.totals[0].clamp(min=_LEAST_WEIGHT)
-        self._global_grad_norm = reduced[0].sqrt() / weight
-        scale = 1.0 / weight
+        scaled_weight = self.totals[0].clamp(min=_LEAST_WEIGHT) * self.loss_scale
+        self._global_grad_norm = reduced[0].sqrt() / scaled_weight
+        if self._is_skipped():
+            return
+        scale = 1.0 / scaled_weight
         if self.clip_norm > 0:
             scale = scale * (self.clip_norm / (self._global_grad_norm + 1e-6)).clamp(max=1.0)
         if gradients:
             torch._foreach_mul_(gradients, scale.to(torch.float32))
         self.optimizer.step()
-        for storage, _ in trained:
+        for storage, _ in self.trained():
+            storage.take_masters()
             for part, group in self._shared_parts(storage):
                 self._running.append(all_gather(storage.padded_part(storage.flat, part), group))
         self._wait()
 
+    def _is_skipped(self) -> bool:
+        """Whether the gradients of this step overflowed; adapts the loss scale."""
+        assert self._global_grad_norm is not None, "called in a step"
+        self.overflow = self.skips_overflow and not bool(self._global_grad_norm.isfinite())
+        if self.overflow:
+            self._global_grad_norm.fill_(torch.inf)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.overflow)
+        return self.overflow
+
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the flat gradients; ``p.grad`` stays a view of them."""
+        """Zero the flat gradients; in fp32 ``p.grad`` stays a view of them."""
         for _, gradient in self.trained():
             gradient.zero_()
 
@@ -207,18 +237,6 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         for collective in self._running:
             collective.wait()
         self._running.clear()
-
-
-def _first_holder(placement: Placement, bucket: Bucket, part: Part) -> int:
-    """The rank of the first pipeline that holds a part as one of the bucket's first layer."""
-    first_layer = min(bucket.layers)
-    return next(
-        rank
-        for stage in placement.plan.pipelines[0].stages
-        if stage.layers[0] <= first_layer < stage.layers[1]
-        for rank in stage.ranks
-        if rank in part.ranks
-    )
 
 
 def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from malleus_ds.placement import PARAMETER, Placement, StateTensors
+from malleus_ds.placement import PARAMETER, Bucket, Placement, StateTensors
+from malleus_ds.zero.precision import MASTER, master_dtype
 from malleus_ds.zero.storage import BucketStorage, Shard
 
 
@@ -96,11 +97,21 @@ def merge_group_states(gathered: Iterable[Mapping[int, GroupState]]) -> dict[int
     return merged
 
 
+def state_dtypes(bucket: Bucket, groups: Mapping[int, GroupState]) -> dict[str, torch.dtype]:
+    """Names and dtypes of the state tensors that are sharded over the bucket's holders."""
+    if bucket.group is None:
+        return {}
+    master = master_dtype(bucket)
+    state = groups.get(bucket.group, GroupState())
+    dtypes = {name: getattr(torch, dtype) for name, dtype in state.dtypes.items()}
+    return dtypes if master is None else {MASTER: master, **dtypes}
+
+
 def state_schema(placement: Placement, groups: Mapping[int, GroupState]) -> tuple[StateTensors, ...]:
     """Names and item sizes of the state tensors of each bucket."""
     schema = []
     for bucket in placement.buckets:
-        state = groups.get(-1 if bucket.group is None else bucket.group, GroupState())
-        itemsizes = (getattr(torch, dtype).itemsize for dtype in state.dtypes.values())
-        schema.append(StateTensors((PARAMETER, *state.dtypes), (bucket.itemsize, *itemsizes)))
+        dtypes = state_dtypes(bucket, groups)
+        itemsizes = (dtype.itemsize for dtype in dtypes.values())
+        schema.append(StateTensors((PARAMETER, *dtypes), (bucket.itemsize, *itemsizes)))
     return tuple(schema)

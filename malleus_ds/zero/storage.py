@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from malleus_ds.placement import PARAMETER, Bucket, Part, Placement, local_shape
+from malleus_ds.zero.precision import MASTER, gradient_dtype, master_dtype
 
 
 @dataclass
 class Shard:
     """Elements ``[start, stop)`` of a bucket: what this rank steps of one part.
 
-    parameter: what the torch optimizer steps, None when there is nothing to step (and while state
-    migrates); state: element-wise optimizer state, kept here while state migrates and by the torch
-    optimizer otherwise.
+    parameter: what the torch optimizer steps: an fp32 master, or (fp32) a view of the flat parameters;
+    None when there is nothing to step (and while state migrates); state: element-wise state, master
+    and optimizer's, kept here while state migrates.
     """
 
     part: Part
@@ -83,19 +84,34 @@ class BucketStorage:
         return flat[shard.start - self.start : shard.stop - self.start]
 
     def prepare_training(self) -> None:
-        """Allocate the gradient and make the shards' parameters, unless the bucket is not optimized."""
+        """Allocate the gradient and make the shards' parameters, unless the bucket is not optimized.
+
+        Masters come from the shards' state; at the start they are made of the flat parameters.
+        """
         if self.bucket.group is None:
             return
-        self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
+        self.gradient = torch.zeros_like(self.flat, dtype=gradient_dtype(self.flat.dtype))
         for shard in self.shards:
+            values = shard.state.pop(MASTER, None)
             if shard.num_elements > 0:
-                shard.parameter = nn.Parameter(self.own(self.flat, shard))
+                if values is None:  # in fp32 this is no copy
+                    values = self.own(self.flat, shard).to(self.gradient.dtype)
+                shard.parameter = nn.Parameter(values)
                 shard.parameter.grad = self.own(self.gradient, shard)
 
+    def take_masters(self) -> None:
+        """Round the masters, which the optimizer has stepped, to the flat parameters."""
+        if master_dtype(self.bucket) is not None:
+            for shard in self.shards:
+                if shard.parameter is not None:
+                    self.own(self.flat, shard).copy_(shard.parameter.detach())
+
     def stop_training(self) -> None:
-        """Free the gradient and the shards' handles; parameters and state stay."""
+        """Free the gradient and the shards' handles; parameters, masters and state stay."""
         self.gradient = None
         for shard in self.shards:
+            if shard.parameter is not None and master_dtype(self.bucket) is not None:
+                shard.state[MASTER] = shard.parameter.detach()
             shard.parameter = None
 
     def interval(self, state: str, start: int, stop: int) -> Tensor:

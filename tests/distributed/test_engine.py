@@ -109,7 +109,10 @@ class TestUserErrors(DistributedTest):
             ({"zero_optimization": {"stage": 2}}, r"zero_optimization\.stage is 2"),
             ({"train_batch_size": 15}, "train_batch_size is 15.*16 in all"),
             ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu is 1"),
-            ({"bf16": {"enabled": True}}, "not supported yet"),
+            (
+                {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+                r"data_types\.grad_accum_dtype is .bf16.: .*accumulated in fp32",
+            ),
             ({"malleus": {"detector": {"window_steps": 0}}}, r"malleus\.detector\.window_steps.*but it is 0"),
             ({"malleus": {"timeout_s": "60"}}, r"malleus\.timeout_s: .*but it is '60'"),
             ({"malleus": []}, "must be an object"),

@@ -66,9 +66,16 @@ def first_of(inputs: tuple[Tensor, Tensor]) -> Tensor:
     return inputs[0] * 1.0
 
 
-def calibrated(first_plan: Any, specs: list[Any], loss_fn: Any = slow_loss, **arguments: Any) -> Any:
+def calibrated(
+    first_plan: Any,
+    specs: list[Any],
+    loss_fn: Any = slow_loss,
+    precision: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
     """An engine after its calibration; asserts that all ranks have the same profile."""
     ds_config = config(seed=BASE_SEED, detector={"control_plane": "gloo"}, planner={"enabled": False})
+    ds_config |= precision or {}
     engine = make_engine(first_plan, specs, loss_fn, ds_config=ds_config, **arguments)
     for _ in range(NUM_CALIBRATION_STEPS):
         engine.train_batch()
@@ -135,6 +142,18 @@ class TestMeasurement(DistributedTest):
         assert profile.layers[4].activation_bytes == HIDDEN_BYTES + mask_bytes
         if dist.get_rank() == 1:
             assert step(engine)[0] > 0
+        engine.destroy()
+
+    def test_bf16(self) -> None:
+        """The profile counts masters, and the spare layer of a standby rank is cast, too."""
+        specs = gpt_layers(gpt())
+        first_plan = plan(([(0, 0, 4), (1, 4, 8)], 8), standby=(2,))
+        engine = calibrated(first_plan, specs, precision={"bf16": {"enabled": True}})
+        embedding = engine.measurement.profile.layers[0]
+        num_elements = (VOCABULARY + LENGTH) * HIDDEN
+        assert embedding.state_bytes == (2 + FLOAT_BYTES) * num_elements
+        assert embedding.optimizer_bytes == 3 * FLOAT_BYTES * num_elements
+        assert (step(engine)[0] > 0) == (dist.get_rank() == 2)
         engine.destroy()
 
     def test_only_last_stages(self) -> None:

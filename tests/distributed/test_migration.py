@@ -24,18 +24,20 @@ Held = dict[tuple[str, str], list[tuple[int, int, torch.Tensor]]]
 
 
 class EngineHost:
-    """Keeps one engine in each rank between calls."""
+    """Keeps one engine per precision in each rank between calls."""
 
     def __init__(self) -> None:
-        self.engine: MalleusPipelineEngine | None = None
+        self.engines: dict[str, MalleusPipelineEngine] = {}
 
-    def get(self, plan: ParallelPlan) -> MalleusPipelineEngine:
-        if self.engine is None:
-            ds_config = config()
+    def get(self, plan: ParallelPlan, precision: str) -> MalleusPipelineEngine:
+        if precision not in self.engines:
+            ds_config = config() | {"bf16": {"enabled": precision == "bf16"}}
             ds_config["train_batch_size"] = NUM_MICRO_BATCHES
             ds_config["train_micro_batch_size_per_gpu"] = 1
-            self.engine = make_engine(plan, gpt_layers(gpt_config()), ds_config=ds_config, data=Tokens())
-        return self.engine
+            self.engines[precision] = make_engine(
+                plan, gpt_layers(gpt_config()), ds_config=ds_config, data=Tokens()
+            )
+        return self.engines[precision]
 
 
 HOST = EngineHost()
@@ -46,13 +48,15 @@ def held_state(engine: MalleusPipelineEngine) -> Held:
     held: Held = {}
     for storage in engine.optimizer.storages.values():
         (shard,) = storage.shards
-        state = engine.optimizer.state.get(shard.parameter, {})
+        state = dict(engine.optimizer.state.get(shard.parameter, {}))
+        if shard.parameter is not None and shard.parameter.dtype != storage.flat.dtype:
+            state["master"] = shard.parameter.detach()
         offset = 0
         for piece in storage.bucket.pieces:
             size = piece.stop - piece.start
             held[("parameter", piece.tensor)] = [(0, size, storage.flat[offset : offset + size].clone())]
             start, stop = max(offset, shard.start), min(offset + size, shard.stop)
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in ("master", "exp_avg", "exp_avg_sq"):
                 if start < stop and name in state:
                     values = state[name][start - shard.start : stop - shard.start].clone()
                     held[(name, piece.tensor)] = [(start - offset, stop - offset, values)]
@@ -60,9 +64,9 @@ def held_state(engine: MalleusPipelineEngine) -> Held:
     return held
 
 
-def there_and_back(first: ParallelPlan, second: ParallelPlan) -> dict[str, Any]:
+def there_and_back(first: ParallelPlan, second: ParallelPlan, precision: str) -> dict[str, Any]:
     """On each rank: be at ``first``, train a step, go to ``second`` and come back."""
-    engine = HOST.get(first)
+    engine = HOST.get(first, precision)
     engine.reconfigure(first)
     engine.train_batch()
     before = held_state(engine)
@@ -95,12 +99,15 @@ def pool() -> Iterator[RankPool]:
 plans = legal_plans(NUM_LAYERS, WORLD_SIZE, num_micro_batches=NUM_MICRO_BATCHES)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=plans, second=plans)
 def test_there_and_back_is_the_identity_at_the_lower_bound(
-    pool: RankPool, first: ParallelPlan, second: ParallelPlan
+    pool: RankPool, precision: str, first: ParallelPlan, second: ParallelPlan
 ) -> None:
-    results = pool.run(there_and_back, first, second)
+    results = pool.run(there_and_back, first, second, precision)
+    names = {state for result in results for state, _ in result["between"]}
+    assert names == {"parameter", "exp_avg", "exp_avg_sq"} | ({"master"} if precision == "bf16" else set())
     for result in results:
         assert_same_bits(result["before"], result["after"])
         for name, parameter in result["module"].items():
@@ -123,7 +130,7 @@ def assert_same_bits(before: Held, after: Held) -> None:
             intervals, after[key], strict=True
         ):
             assert (start, stop) == (other_start, other_stop), key
-            assert torch.equal(values.view(torch.int32), others.view(torch.int32)), key
+            assert torch.equal(values.view(torch.uint8), others.view(torch.uint8)), key
 
 
 def assert_same_model(results: list[dict[str, Any]]) -> None:
@@ -140,9 +147,10 @@ def assert_same_model(results: list[dict[str, Any]]) -> None:
 
 
 def missing_bytes(old: Held, new: Held) -> int:
-    """What a rank must receive: elements that it holds in ``new`` but not in ``old``, four bytes each."""
+    """What a rank must receive: elements that it holds in ``new`` but not in ``old``."""
     total = 0
     for key, intervals in new.items():
         had = {i for start, stop, _ in old.get(key, []) for i in range(start, stop)}
-        total += sum(4 for start, stop, _ in intervals for i in range(start, stop) if i not in had)
+        for start, stop, values in intervals:
+            total += values.itemsize * sum(i not in had for i in range(start, stop))
     return total

@@ -64,7 +64,7 @@ def cases(layout: list[LogicalTensor], num_slices: int, degrees: tuple[int, ...]
     pairs = st.integers(1, 8).flatmap(
         lambda world_size: st.tuples(*[legal_plans(NUM_LAYERS, world_size, degrees=degrees)] * 2)
     )
-    return pairs.map(lambda pair: Case(*pair, buckets))
+    return pairs.map(lambda pair: Case(pair[0], pair[1], buckets))
 
 
 all_cases = st.one_of(cases(UNCUT, 1, (1,)), cases(UNCUT + CUT, NUM_SLICES, (1, 2, 4)))

@@ -35,6 +35,18 @@ def test_layers_of_a_class_cost_the_same_and_a_slow_rank_does_not_raise_them() -
     assert [layer.optimizer_bytes for layer in profile.layers] == [800, 2000, 2000, 2000, 2000, 80]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float32", (200, 200)), ("bfloat16", (300, 600)), ("float16", (300, 600)), (None, (200, 200))],
+)
+def test_memory_counts_fp32_gradients_moments_and_masters(
+    dtype: str | None, expected: tuple[int, int]
+) -> None:
+    kinds = [LayerClass("Block", parameter_dtype=dtype)]
+    (layer,) = calibrate([{0: layer_time(0.01)}], kinds, [100]).layers
+    assert (layer.state_bytes, layer.optimizer_bytes) == expected
+
+
 def test_half_of_the_ranks_may_be_slow() -> None:
     measurements = [{0: layer_time(mean_s)} for mean_s in (0.010, 0.0257, 0.0375, 0.010, 0.0542, 0.010)]
     assert calibrate(measurements, classes_of("Block"), [8]).layer_times_s == pytest.approx((0.010,))
