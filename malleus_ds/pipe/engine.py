@@ -7,7 +7,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
+from malleus_ds.pipe.batch_size import with_batch_size
 from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.pipe.grid import pipeline_groups
@@ -77,6 +78,7 @@ class MalleusPipelineEngine(Evaluation):
         self.switches: list[SwitchReport] = []
         super().__init__(*args, **kwargs)
         self.clock = make_clock(self.device)
+        self._shares = self._data_shares()
         self.device_emulation: EmulatedDevice | None = None
         self._take_position()
         if malleus_config.emulation is not None:
@@ -108,6 +110,7 @@ class MalleusPipelineEngine(Evaluation):
             migration = migrate(self.optimizer, placement, slots, self._node_of)
             self.module.groups.trim(in_use)
         self._moved()
+        self._shares = self._data_shares()
         if not self._owns_data:
             # It was read for the old place: by first and last stages only, and another share of the data.
             self._stale_iterator = self.data_iterator or self._stale_iterator
@@ -115,6 +118,35 @@ class MalleusPipelineEngine(Evaluation):
         report = SwitchReport(self.global_steps, migration, num_new_groups, time.perf_counter() - began)
         self.switches.append(report)
         return report
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch between two steps; micro-batches keep their size. Collective.
+
+        The pipelines share the micro-batches in the proportions of the last plan that was given or
+        made; the data goes on where it is. Raises `PlanError` when the size is not a multiple of the
+        micro-batch size, or below one micro-batch per pipeline, and `AgreementError` when ranks differ.
+        """
+        plan, sizes = run_together(
+            lambda: with_batch_size(self.plan, train_batch_size, self._shares),
+            note=lambda plan: str(plan.global_batch_size),
+        )
+        require_equal("batch sizes", sizes, "call set_train_batch_size with the same size on every rank")
+        self.module.take_batch_of(plan)
+        if self.optimizer.placement is not None:
+            self.optimizer.placement = replace(self.optimizer.placement, plan=plan)
+        self._take_position()
+        self.dp_world_size = self.seq_dp_world_size = self.grid.data_parallel_size
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = plan.num_micro_batches // self.dp_world_size
+        self.tput_timer.batch_size = self.batch_timer.batch_size = train_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused: layer times and plans are made for one size."""
+        raise PlanError(
+            f"train_micro_batch_size_per_gpu cannot become {micro_batch_size} in a running job: plans are "
+            f"made for micro-batches of {self.plan.micro_batch_size} samples; change the number of "
+            f"micro-batches with set_train_batch_size"
+        )
 
     def _rebuild(self, placement: Placement) -> dict[str, TensorSlot]:
         """The module's tensors under ``placement``; when a rank cannot build its layers, all go back."""
@@ -183,6 +215,9 @@ class MalleusPipelineEngine(Evaluation):
             self.control_loop = None
         self.module.groups.close()
         super().destroy()
+
+    def _data_shares(self) -> list[int]:
+        return [pipeline.num_micro_batches for pipeline in self.plan.pipelines]
 
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
@@ -361,10 +396,6 @@ class MalleusPipelineEngine(Evaluation):
         self.optimizer.zero_grad()
 
     # -- not there yet -------------------------------------------------------------------------
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Not supported yet: it must re-split the micro-batches of all pipelines."""
-        raise NotImplementedError("malleus_ds does not change the batch size of a running job yet")
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Not supported yet: DeepSpeed's format assumes equal stages."""

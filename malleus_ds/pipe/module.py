@@ -159,6 +159,15 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.groups.timeout = timeout
         self._take_position(plan)
 
+    def take_batch_of(self, plan: ParallelPlan) -> None:
+        """Take the data shares of ``plan``, which has the same stages and another batch, during a job.
+
+        The nominal data-parallel size stays where the new batch divides by it.
+        """
+        if plan.num_micro_batches % self.num_replicas:
+            self.num_replicas = nominal_replicas(plan)
+        self._take_position(plan)
+
     def rebuild(self, plan: ParallelPlan) -> dict[str, TensorSlot]:
         """Take the place that a new plan gives this rank. Collective over the world.
 
