@@ -110,7 +110,10 @@ def _check_deepspeed_keys(config: dict[str, Any], optimizer: Any) -> None:
         raise ConfigError(f'zero_optimization is {zero!r}: give an object such as {{"stage": 1}}')
     stage = zero.get("stage", 0)
     if stage not in (0, 1):
-        raise ConfigError(f"zero_optimization.stage is {stage!r}: a pipeline runs with stage 0 or 1")
+        raise ConfigError(
+            f"zero_optimization.stage is {stage!r}: stages 2 and 3 would reduce gradients after every "
+            f"micro-batch of the pipeline; use 0 or 1"
+        )
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         value = config.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

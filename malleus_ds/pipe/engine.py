@@ -6,7 +6,7 @@ import atexit
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
 from malleus_ds.migration.execute import MigrationReport, migrate
+from malleus_ds.pipe.additional_losses import AdditionalLosses, reports_losses
 from malleus_ds.pipe.agreement import (
     PeerLostError,
     SwitchFailedError,
@@ -75,6 +76,7 @@ class MalleusPipelineEngine(Evaluation):
         self._stale_iterator: Iterator[Any] | None = None
         self._next_micro_batch = 0
         self._micro_batch_totals: Tensor | None = None
+        self._additional_losses = AdditionalLosses()
         self.switches: list[SwitchReport] = []
         super().__init__(*args, **kwargs)
         self.clock = make_clock(self.device)
@@ -238,7 +240,7 @@ class MalleusPipelineEngine(Evaluation):
         self.stage_id = self.grid.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.is_pipe_parallel = self.num_stages > 1
-        self.is_data_parallel = False  # nothing is averaged over equal stages: see `optimizer.step`
+        self.is_data_parallel = len(self.plan.pipelines) > 1
         self.micro_batches = self._micro_batch_range()[1] - self._micro_batch_range()[0]
         self.micro_batch_size = self.plan.micro_batch_size
         self._use_grid()
@@ -385,6 +387,10 @@ class MalleusPipelineEngine(Evaluation):
         """Tied copies are holders of one sync group: reduced with all others."""
 
     def _aggregate_total_loss(self) -> Tensor:
+        if reports_losses(self.module):
+            self.agg_additional_losses = self._additional_losses.mean(
+                self.total_additional_losses, self.plan.num_micro_batches, self.device
+            )
         weight, loss = self.optimizer.totals
         mean: Tensor = loss / weight
         return mean.float()
@@ -394,6 +400,12 @@ class MalleusPipelineEngine(Evaluation):
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+
+    def _start_timers(self, timer_names: Iterable[str]) -> None:
+        """Stages that send gradients back have started these timers before DeepSpeed's hook does so again,
+        which asserts under ``wall_clock_breakdown``."""
+        idle = [name for name in timer_names if not getattr(self.timers(name), "started_", False)]
+        super()._start_timers(idle)
 
     # -- not there yet -------------------------------------------------------------------------
 
