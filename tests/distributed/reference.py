@@ -96,7 +96,11 @@ class Result:
 
 
 def single_process(
-    specs: Sequence[Any], loss_fn: Any, num_steps: int, num_micro_batches: Sequence[int] | None = None
+    specs: Sequence[Any],
+    loss_fn: Any,
+    num_steps: int,
+    num_micro_batches: Sequence[int] | None = None,
+    data: Any = Tokens(),  # noqa: B008 - read only
 ) -> Result:
     """Train ``specs`` in this process, on the same samples with the same dropout.
 
@@ -107,7 +111,6 @@ def single_process(
     named = dict(modules.named_parameters())
     trained = [parameter for parameter in named.values() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    data = Tokens()
     losses, norms = [], []
     position = 0
     for step, count in enumerate(counts):
