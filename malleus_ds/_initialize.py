@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch.distributed as dist
+from deepspeed import initialize as initialize_stock  # bound here: `install` replaces the name
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
@@ -52,10 +52,11 @@ def initialize(
     """
     check_deepspeed_version()
     if not isinstance(model, MalleusPipelineModule):
-        return deepspeed.initialize(  # type: ignore[no-any-return]
+        port = {} if distributed_port is None else {"distributed_port": distributed_port}
+        return initialize_stock(  # type: ignore[no-any-return]
             args, model, optimizer, model_parameters, training_data, lr_scheduler,
             mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
-            mesh_param=mesh_param, config_params=config_params,
+            mesh_param=mesh_param, config_params=config_params, **port,
         )  # fmt: skip
     init_distributed(port=distributed_port)
     (ds_config, malleus_config), digests = run_together(
