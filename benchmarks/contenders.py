@@ -43,6 +43,8 @@ class Workload:
     sequence_length: int = 32
     jitter: float = 0.0
     step_jitter: float = 0.0
+    is_emulated: bool = True
+    """False: layers take what their computation takes."""
 
     @property
     def total_micro_batches(self) -> int:
@@ -57,7 +59,7 @@ class Workload:
         """The config's section ``emulation``."""
         return {
             "layer_ms": self.layer_ms,
-            "layer_weights": [0.0, *[1.0] * self.num_blocks, 0.0],
+            "layer_weights": [0.0, *[float(self.is_emulated)] * self.num_blocks, 0.0],
             "events": [event.model_dump() for event in events],
             "jitter": self.jitter,
             "step_jitter": self.step_jitter,

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ranks
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from contenders import Contender, Ours, Workload
 
 MAX_HEALTHY_RATIO = 1.02
+MAX_COMPUTE_RATIO = 1.05
 MAX_STRAGGLER_RATIO = 1.12
 MAX_DETECTOR_SHARE = 0.01
 CONTENDERS = ("stock", "ours", "undetected")
@@ -65,6 +67,10 @@ def job(args: argparse.Namespace) -> dict[str, Any] | None:
     workload = Workload(layer_ms=args.layer_ms)
     stock = Stock(workload)
     measured = _compare_healthy(workload, stock, args.steps)
+    bare_workload = replace(workload, is_emulated=False)
+    bare = Stock(bare_workload)
+    measured["bare_step_s"] = _compare_healthy(bare_workload, bare, args.steps)["healthy_step_s"]
+    bare.engine.destroy()
     shares = [measured["overrun_share"], overrun_share([stock.device])]
     situations = []
     for rate in args.rates:
@@ -168,6 +174,7 @@ def evaluate(measured: Mapping[str, Any]) -> ranks.Verdict:
     step_s = measured["healthy_step_s"]
     stock_s, ours_s, undetected_s = (statistics.median(step_s[name]) for name in CONTENDERS)
     detected_ratios = _ratios(step_s["ours"], step_s["undetected"])
+    bare_s = measured["bare_step_s"]
     figures = {
         "healthy: stock, s": stock_s,
         "healthy: ours, s": ours_s,
@@ -177,6 +184,7 @@ def evaluate(measured: Mapping[str, Any]) -> ranks.Verdict:
         "control loop / step, most of ranks": max(measured["control_loop_s"]) / ours_s,
         "healthy: ours / cost model": ours_s / _model_step_s(measured),
         "emulated waits that came too late, share": measured["overrun_share"],
+        **{f"not emulated: {name}, s": statistics.median(bare_s[name]) for name in CONTENDERS},
     }
     bars = [
         Bar(
@@ -186,6 +194,12 @@ def evaluate(measured: Mapping[str, Any]) -> ranks.Verdict:
             "lower",
         ),
         Bar("detector's cost / step", statistics.median(detected_ratios) - 1, MAX_DETECTOR_SHARE, "lower"),
+        Bar(
+            "not emulated: ours / stock",
+            statistics.median(_ratios(bare_s["ours"], bare_s["stock"])),
+            MAX_COMPUTE_RATIO,
+            "lower",
+        ),
     ]
     for situation in measured["situations"]:
         prefix = f"rate {situation['rate']}"

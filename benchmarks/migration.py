@@ -201,8 +201,12 @@ def _held_bytes(engine: MalleusPipelineEngine, log: AllocationLog) -> list[int]:
     """Bytes of parameter and moments of each bucket on this rank; the log learns of all of them."""
     held = []
     for storage in engine.optimizer.storages.values():
-        assert storage.shard is not None, "all parameters are optimized"
-        moments = [engine.optimizer.state[storage.shard][name] for name in STATES[1:]]
+        moments = [
+            engine.optimizer.state[shard.parameter][name]
+            for shard in storage.shards
+            if shard.parameter is not None
+            for name in STATES[1:]
+        ]
         for tensor in (storage.flat, *moments):
             log.number(tensor)
         held.append(sum(tensor.untyped_storage().nbytes() for tensor in (storage.flat, *moments)))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import malleus_ds
 from malleus_ds.data import VOCABULARY_SIZE, ByteTextDataset
 from malleus_ds.launch import run_job
-from malleus_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from malleus_ds.models import GPTConfig, VocabParallelLoss, gpt_layers
 from malleus_ds.plan import ParallelPlan
 from malleus_ds.report.measurements import End, Event, MeasurementWriter, Start, Step
 
@@ -70,7 +70,7 @@ def build_engine(args: argparse.Namespace) -> malleus_ds.MalleusPipelineEngine:
     module = malleus_ds.MalleusPipelineModule(
         gpt_layers(model),
         num_stages=args.num_stages or math.gcd(4, dist.get_world_size()),
-        loss_fn=gpt_loss,
+        loss_fn=VocabParallelLoss(),
         partition_method="type:Block",
         plan=None if args.plan is None else ParallelPlan.load(args.plan),
     )

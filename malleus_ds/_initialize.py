@@ -21,6 +21,7 @@ from malleus_ds.data.loader import check_map_style
 from malleus_ds.data.order import DataError
 from malleus_ds.pipe.agreement import require_equal, run_together
 from malleus_ds.pipe.engine import MalleusPipelineEngine
+from malleus_ds.pipe.grid import max_degree
 from malleus_ds.pipe.module import MalleusPipelineModule
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.zero.supported import check_optimizer_name
@@ -67,7 +68,8 @@ def initialize(
     _, lengths = run_together(lambda: _check_data(training_data), note=str)
     require_equal("lengths of training_data", lengths, "give every rank the same data")
     plan, _ = run_together(lambda: _initial_plan(model, ds_config, malleus_config))
-    model.start_with(plan, timedelta(seconds=malleus_config.timeout_s))
+    num_slices, _ = run_together(lambda: _largest_degree(malleus_config, plan))
+    model.start_with(plan, timedelta(seconds=malleus_config.timeout_s), num_slices)
     config_class, _ = run_together(lambda: _deepspeed_config(ds_config, model))
     engine = MalleusPipelineEngine(
         args=args,
@@ -155,6 +157,25 @@ def _initial_plan(
     _check_ranks(malleus_config, plan)
     _check_trace(malleus_config.trace)
     return plan
+
+
+def _largest_degree(config: MalleusConfig, plan: ParallelPlan) -> int:
+    """TP degree that no plan of the job exceeds. Raises `ConfigError` for keys that do not fit it."""
+    used, given = max_degree(plan), config.tensor_parallel.max_degree
+    largest = used if given is None else given
+    if largest < used or largest & (largest - 1):
+        raise ConfigError(
+            f"malleus.tensor_parallel.max_degree is {largest}: give a power of two that is at least the "
+            f"largest TP degree of the initial plan, {used}"
+        )
+    degrees = [str(2**k) for k in range(largest.bit_length())]
+    rho = config.tensor_parallel.rho
+    if rho is not None and (sorted(rho) != sorted(degrees) or rho[str(largest)] != 1.0):
+        raise ConfigError(
+            f"malleus.tensor_parallel.rho is {rho}: give one value for each of the degrees "
+            f"{', '.join(degrees)}, and 1.0 for the largest"
+        )
+    return largest
 
 
 def _check_trace(path: str | None) -> None:

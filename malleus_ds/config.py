@@ -65,6 +65,28 @@ class PlannerConfig(_Section):
     )
 
 
+class TensorParallelConfig(_Section):
+    """What plans may do with tensor parallelism."""
+
+    max_degree: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="largest TP degree of any plan, a power of two; null: that of the initial plan"
+    )
+    rho: dict[str, PositiveFloat] | None = Field(
+        None,
+        description="layer time by TP degree, relative to that at max_degree; null: max_degree / degree",
+    )
+
+    def relative_time(self, degree: int, max_degree: int) -> float:
+        """``rho(degree)``; max_degree: that of the job."""
+        return self.degrees(max_degree)[degree]
+
+    def degrees(self, max_degree: int) -> dict[int, float]:
+        """``rho`` of each degree that a plan may use."""
+        if self.rho is not None:
+            return {int(degree): factor for degree, factor in self.rho.items()}
+        return {2**k: max_degree / 2**k for k in range(max_degree.bit_length())}
+
+
 class RateEvent(_Section):
     """From `step` on, rank `rank` takes `rate` times the healthy time."""
 
@@ -77,7 +99,8 @@ class EmulationConfig(_Section):
     """Emulated devices: real computation and communication, emulated duration."""
 
     layer_ms: PositiveFloat = Field(
-        description="forward time of one layer on a healthy device, in ms; backward takes twice that"
+        description="forward time of one layer on a healthy device (at the largest TP degree), in ms; "
+        "backward takes twice that"
     )
     layer_weights: tuple[NonNegativeFloat, ...] | None = Field(
         None,
@@ -106,12 +129,16 @@ class MalleusConfig(_Section):
         DEFAULT_TIMEOUT_S,
         description="after this long without an answer a peer counts as stuck; more than a step takes",
     )
+    overlap: bool = Field(
+        True, description="exchange activations and gradients beside the computation; false: wait for each"
+    )
     nodes: tuple[tuple[int, ...], ...] | None = Field(
         None, strict=False, description="ranks of each node; null: from the hosts that the ranks run on"
     )
     trace: str | None = Field(None, description="path of a JSON-lines log of steps, decisions and switches")
     detector: DetectorConfig = DetectorConfig()
     planner: PlannerConfig = PlannerConfig()
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     emulation: EmulationConfig | None = None
 
 

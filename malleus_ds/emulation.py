@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from malleus_ds.config import ConfigError, EmulationConfig
+from malleus_ds.detector.waits import CollectiveWaits
 
 BACKWARD_TO_FORWARD = 2.0
 """A backward pass computes two products where the forward pass computes one."""
@@ -52,9 +53,11 @@ class EmulatedDevice:
     alone took longer. Many overruns mean that ``layer_ms`` is too small for this machine.
     """
 
-    def __init__(self, config: EmulationConfig, rank: int) -> None:
+    def __init__(self, config: EmulationConfig, rank: int, waits: CollectiveWaits | None = None) -> None:
+        """waits: time in TP collectives, which is not the device's."""
         self.config = config
         self.rank = rank
+        self._waits = waits or CollectiveWaits()
         self.num_calls = 0
         self.num_overruns = 0
         self._debt_s = 0.0
@@ -79,13 +82,13 @@ class EmulatedDevice:
         healthy_s = self.config.layer_ms * 1e-3 * weight
         return healthy_s * self._rate * self._step_factor * self._noisy(self.config.jitter)
 
-    def attach(self, layers: Mapping[int, nn.Module]) -> None:
-        """Emulate ``layers`` (by layer index) and no others.
+    def attach(self, layers: Mapping[int, nn.Module], relative_time: float = 1.0) -> None:
+        """Emulate ``layers`` (by layer index) and no others, each ``relative_time`` times as long.
 
         A module that several layers share has the weight of the first of them. Raises
         `ConfigError` when ``layer_weights`` ends before the last layer.
         """
-        weights = {layer: self._weight(layer, module) for layer, module in layers.items()}
+        weights = {layer: relative_time * self._weight(layer, module) for layer, module in layers.items()}
         self.detach()
         hooked: set[nn.Module] = set()
         for layer, module in layers.items():
@@ -100,11 +103,12 @@ class EmulatedDevice:
         self._handles.clear()
 
     def now_s(self) -> float:
-        """The device's clock: leaves out the time of ended layer calls, as one may hold others.
+        """The device's clock: leaves out the time of ended layer calls, as one may hold others, and that of
+        TP collectives.
 
         Non-reentrant activation checkpointing recomputes layers in the backward of a later one.
         """
-        return time.perf_counter() - self._in_calls_s
+        return self._waits.now_s() - self._in_calls_s
 
     def wait(self, start_s: float, duration_s: float) -> None:
         """Return ``duration_s`` after ``start_s`` (of `now_s`), exact in the long run.

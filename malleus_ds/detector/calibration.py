@@ -65,6 +65,19 @@ class LayerMeasurement:
     output_bytes: int = 0
     kept_bytes: int = 0
 
+    def at_largest_degree(self, relative_time: float, part: float) -> LayerMeasurement:
+        """What it would be at the job's largest TP degree, from that at this rank's.
+
+        relative_time: ``rho`` of this rank's degree; part: its degree / the largest. Taken as cut is all that
+        is kept but the input.
+        """
+        cut_bytes = max(self.kept_bytes - self.input_bytes, 0)
+        return replace(
+            self,
+            total_s=self.total_s / relative_time,
+            kept_bytes=self.kept_bytes - cut_bytes + round(cut_bytes * part),
+        )
+
 
 def calibrate(
     measurements: Sequence[Mapping[int, LayerMeasurement]],

@@ -12,6 +12,25 @@ import torch
 class ComputeClock(ABC):
     """Adds up the intervals between `start` and `stop`; they may not overlap."""
 
+    _is_paused = False
+
+    def pause(self) -> None:
+        """Leave out what comes, until `resume`; nothing happens while no interval is open."""
+        if self.is_running and not self._is_paused:
+            self.stop()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._is_paused:
+            self._is_paused = False
+            self.start()
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Whether an interval is open."""
+
     @abstractmethod
     def start(self) -> None:
         """Open an interval. Raises RuntimeError when one is open."""
@@ -36,6 +55,10 @@ class HostClock(ComputeClock):
         if self._started_s is not None:
             raise RuntimeError("the clock is already running")
         self._started_s = time.perf_counter()
+
+    @property
+    def is_running(self) -> bool:
+        return self._started_s is not None
 
     def stop(self) -> None:
         if self._started_s is None:
@@ -66,6 +89,10 @@ class CudaEventClock(ComputeClock):
         if self._open is not None:
             raise RuntimeError("the clock is already running")
         self._open = self._record()
+
+    @property
+    def is_running(self) -> bool:
+        return self._open is not None
 
     def stop(self) -> None:
         if self._open is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from malleus_ds.detector.calibration import LayerInput, LayerMeasurement, TensorSpec
 from malleus_ds.detector.saved_bytes import memory_bytes, run_and_count, tensors_of
+from malleus_ds.detector.waits import CollectiveWaits
 
 
 class LayerTimer:
@@ -22,7 +22,8 @@ class LayerTimer:
 
     device: where they compute. On CUDA every reading synchronises the device: for the calibration
     steps only. constants: parameters and buffers, which are not memory of a micro-batch.
-    checkpointed: layers under activation checkpointing, of which only the input stays.
+    checkpointed: layers under activation checkpointing, of which only the input stays. waits: time in TP
+    collectives, which is left out.
 
     The gradient at the boundary of two layers is complete when the backward of the one is done and that
     of the other starts, so hooks on the tensors there give the backward time of each layer, in
@@ -33,8 +34,13 @@ class LayerTimer:
     """
 
     def __init__(
-        self, device: torch.device, constants: Iterable[Tensor] = (), checkpointed: Container[int] = ()
+        self,
+        device: torch.device,
+        constants: Iterable[Tensor] = (),
+        checkpointed: Container[int] = (),
+        waits: CollectiveWaits | None = None,
     ) -> None:
+        self._waits = waits or CollectiveWaits()
         self._device = device
         self._constants = list(constants)
         self._checkpointed = checkpointed
@@ -150,7 +156,7 @@ class LayerTimer:
     def _now_s(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self._waits.now_s()
 
 
 @dataclass(frozen=True, slots=True)

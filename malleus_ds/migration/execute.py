@@ -85,15 +85,16 @@ def _exchange_states(optimizer: MalleusZeroOptimizer) -> dict[int, GroupState]:
 def _allocate(
     placement: Placement, index: int, optimizer: MalleusZeroOptimizer, states: Mapping[int, GroupState]
 ) -> BucketStorage | None:
-    if optimizer.rank not in placement.holders[index]:
+    if not placement.parts_of(index, optimizer.rank):
         return None
     storage = BucketStorage.allocate(placement, index, optimizer.rank, optimizer.device)
     if storage.bucket.group is not None:
         state = states.get(storage.bucket.group, GroupState())
-        for name, dtype in state.dtypes.items():
-            storage.state[name] = torch.zeros(
-                storage.shard_size, dtype=getattr(torch, dtype), device=optimizer.device
-            )
+        for shard in storage.shards:
+            shard.state = {
+                name: torch.zeros(shard.num_elements, dtype=getattr(torch, dtype), device=optimizer.device)
+                for name, dtype in state.dtypes.items()
+            }
     return storage
 
 

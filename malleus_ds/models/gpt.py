@@ -1,8 +1,9 @@
 """A pre-norm GPT as a list of `LayerSpec`, in the shape of GPT-2 (Radford et al., 2019).
 
-Shapes: ``b`` samples, ``L`` positions, ``C`` hidden units, ``H`` heads of ``D = C / H``, ``V``
-tokens. Layers draw their dropout from the default generator, which the engine seeds before each
-layer call.
+All layers can be cut for tensor parallelism (`malleus_ds.tensor_parallel.cut_layer`) at any degree that
+divides heads and vocabulary. Shapes are those of `malleus_ds.models.common`. Layers draw their dropout
+from the default generators, which the engine seeds before each layer call, the same on all ranks of a
+TP group.
 """
 
 from __future__ import annotations
@@ -11,15 +12,28 @@ import math
 from dataclasses import dataclass
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import nn
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 from torch.nn import functional
 
-_INIT_STD = 0.02
-
-
-class ModelConfigError(ValueError):
-    """A model shape that cannot be built: names the field, the value and the fix."""
+from malleus_ds.models.common import (
+    INIT_STD,
+    ModelConfigError,
+    TokenEmbedding,
+    VocabParallelHead,
+    check_multiple,
+    check_positive,
+    initialised,
+    residual_std,
+    tied_layers,
+)
+from malleus_ds.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelGroup,
+    VocabParallelLoss,
+    part_dropout,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +49,10 @@ class GPTConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary_size", "hidden_size", "num_heads", "num_blocks", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ModelConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.hidden_size % self.num_heads:
-            raise ModelConfigError(
-                f"hidden_size ({self.hidden_size}) is not a multiple of num_heads ({self.num_heads}); "
-                f"change one of them"
-            )
+        check_positive(self, "vocabulary_size", "hidden_size", "num_heads", "num_blocks", "sequence_length")
+        check_multiple(self, "hidden_size", "num_heads")
         if not 0.0 <= self.dropout < 1.0:
             raise ModelConfigError(f"dropout is {self.dropout}; it must be in [0, 1)")
-
-
-class TokenEmbedding(nn.Module):
-    """Tokens int ``[b, L]`` -> ``[b, L, C]``; its weight ``[V, C]`` may also serve as the head."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocabulary_size, config.hidden_size))
-        nn.init.normal_(self.weight, std=_INIT_STD)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(tokens, self.weight)
 
 
 class PositionEmbedding(nn.Module):
@@ -65,10 +61,10 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.sequence_length, config.hidden_size))
-        nn.init.normal_(self.weight, std=_INIT_STD)
+        nn.init.normal_(self.weight, std=INIT_STD)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         return self.dropout(hidden + self.weight[: hidden.size(1)])  # type: ignore[no-any-return]
 
 
@@ -80,7 +76,7 @@ class Embedding(nn.Module):
         self.token = TokenEmbedding(config)
         self.position = PositionEmbedding(config)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         return self.position(self.token(tokens))  # type: ignore[no-any-return]
 
 
@@ -93,18 +89,33 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        hidden_size, units = config.hidden_size, ("num_heads", config.num_heads)
+        self.head_dim = hidden_size // config.num_heads
         self.dropout = config.dropout
-        self.query_key_value = _linear(config.hidden_size, 3 * config.hidden_size)
-        self.projection = _linear(config.hidden_size, config.hidden_size, _residual_std(config))
+        self.query_key_value = initialised(ColumnParallelLinear(hidden_size, 3 * hidden_size, units=units))
+        self.projection = initialised(RowParallelLinear(hidden_size, hidden_size), residual_std(config))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        fused = self.query_key_value(hidden).unflatten(-1, (self.num_heads, 3, -1))
-        query, key, value = fused.permute(3, 0, 2, 1, 4)  # each [b, H, L, D]
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
+    def forward(self, hidden: Tensor) -> Tensor:
+        fused = self.query_key_value(hidden).unflatten(-1, (-1, 3, self.head_dim))
+        query, key, value = fused.permute(3, 0, 2, 1, 4)  # each [b, H / t, L, D]
+        if self.training and self.dropout > 0:
+            attended = causal_attention(query, key, value, self.dropout, self.query_key_value.group)
+        else:
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, group: TensorParallelGroup
+) -> Tensor:
+    """Attention of ``[b, H / t, L, D]`` with dropout that does not depend on the degree.
+
+    torch's fused attention draws one mask for all heads that it is given.
+    """
+    scores = (query / math.sqrt(query.size(-1))) @ key.transpose(-2, -1)
+    is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    weights = scores.masked_fill(is_future, -math.inf).softmax(dim=-1)
+    return part_dropout(weights, dropout, 1, group) @ value
 
 
 class Block(nn.Module):
@@ -116,13 +127,13 @@ class Block(nn.Module):
         self.attention = CausalSelfAttention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden_size)
         self.mlp = nn.Sequential(
-            _linear(config.hidden_size, 4 * config.hidden_size),
+            initialised(ColumnParallelLinear(config.hidden_size, 4 * config.hidden_size)),
             nn.GELU(),
-            _linear(4 * config.hidden_size, config.hidden_size, _residual_std(config)),
+            initialised(RowParallelLinear(4 * config.hidden_size, config.hidden_size), residual_std(config)),
         )
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))  # type: ignore[no-any-return]
 
@@ -134,54 +145,29 @@ class FinalNorm(nn.LayerNorm):
         super().__init__(config.hidden_size)
 
 
-class Head(nn.Module):
-    """``[b, L, C]`` -> logits ``[b, L, V]``: final norm and a projection without bias."""
+class Head(VocabParallelHead):
+    """``[b, L, C]`` -> logits ``[b, L, V / t]``: final norm and a projection without bias."""
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(config.vocabulary_size, config.hidden_size))
-        nn.init.normal_(self.weight, std=_INIT_STD)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(self.norm(hidden), self.weight)
-
-
-def tied_head(embedding: TokenEmbedding, hidden: torch.Tensor) -> torch.Tensor:
-    """``[b, L, C]`` -> logits ``[b, L, V]`` with the weight of the token embedding."""
-    return functional.linear(hidden, embedding.weight)
+        super().__init__(config, FinalNorm(config))
 
 
 def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
     """The layers of the model, in order; ``num_blocks + 2``, or ``num_blocks + 4`` when tied.
 
-    Input of the first: tokens int ``[b, L]``; output of the last: logits ``[b, L, V]``.
+    Input of the first: tokens int ``[b, L]``; output of the last: logits ``[b, L, V / t]``. Train them
+    with `VocabParallelLoss`.
     """
     blocks = [LayerSpec(Block, config) for _ in range(config.num_blocks)]
     if not config.tie_embeddings:
         return [LayerSpec(Embedding, config), *blocks, LayerSpec(Head, config)]
-    # Tied layers hold the shared weight and nothing else: positions and final norm stand apart.
-    return [
-        TiedLayerSpec("token_embedding", TokenEmbedding, config),
-        LayerSpec(PositionEmbedding, config),
-        *blocks,
-        LayerSpec(FinalNorm, config),
-        TiedLayerSpec("token_embedding", TokenEmbedding, config, forward_fn=tied_head),
-    ]
+    return tied_layers(config, [LayerSpec(PositionEmbedding, config), *blocks, LayerSpec(FinalNorm, config)])
 
 
-def gpt_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of a micro-batch, in fp32; logits ``[b, L, V]``, labels int ``[b, L]``."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of a micro-batch, in fp32; whole logits ``[b, L, V]``, labels int ``[b, L]``.
 
-
-def _linear(num_inputs: int, num_outputs: int, std: float = _INIT_STD) -> nn.Linear:
-    linear = nn.Linear(num_inputs, num_outputs)
-    nn.init.normal_(linear.weight, std=std)
-    nn.init.zeros_(linear.bias)
-    return linear
-
-
-def _residual_std(config: GPTConfig) -> float:
-    """GPT-2 scales what is added to the residual stream by 1 / sqrt(number of additions)."""
-    return _INIT_STD / math.sqrt(2 * config.num_blocks)
+    For layers that are not cut; jobs give the engine a `VocabParallelLoss`, which works at any degree.
+    """
+    loss: Tensor = VocabParallelLoss()(logits, labels)
+    return loss

@@ -1,39 +1,47 @@
-"""Another global batch under the same stages. No torch."""
+"""Another global batch in a running job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from malleus_ds.plan import ParallelPlan, PlanError
+from malleus_ds.pipe.agreement import require_equal, run_together
+from malleus_ds.pipe.evaluation import Evaluation
+from malleus_ds.plan import PlanError
+from malleus_ds.plan.batch_size import with_batch_size
+from malleus_ds.zero.optimizer import MalleusZeroOptimizer
 
 
-def with_batch_size(plan: ParallelPlan, batch_size: int, shares: Sequence[int]) -> ParallelPlan:
-    """``plan`` with a global batch of ``batch_size`` samples, in micro-batches of the same size.
+class BatchSize(Evaluation):
+    """The part of `MalleusPipelineEngine` that changes the global batch."""
 
-    shares: micro-batches per pipeline that a plan chose for these stages; they give the proportions.
-    Raises `PlanError` for a batch that is not whole micro-batches, or less than one per pipeline.
-    """
-    size, num_pipelines = plan.micro_batch_size, len(plan.pipelines)
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size % size:
-        raise PlanError(
-            f"train_batch_size is {batch_size!r}: give a multiple of the micro-batch size, {size} samples"
+    optimizer: MalleusZeroOptimizer
+    _shares: tuple[int, ...]
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch between two steps; micro-batches keep their size. Collective.
+
+        The pipelines share the micro-batches in the proportions of the last plan that was given or
+        made; the data goes on where it is. Raises `PlanError` when the size is not a multiple of the
+        micro-batch size, or below one micro-batch per pipeline, and `AgreementError` when ranks differ.
+        """
+        plan, sizes = run_together(
+            lambda: with_batch_size(self.plan, train_batch_size, self._shares),
+            note=lambda plan: str(plan.global_batch_size),
         )
-    if batch_size < size * num_pipelines:
+        require_equal("batch sizes", sizes, "call set_train_batch_size with the same size on every rank")
+        self.module.take_batch_of(plan)
+        if self.optimizer.placement is not None:
+            self.optimizer.placement = replace(self.optimizer.placement, plan=plan)
+        self._take_position()
+        self.dp_world_size = self.seq_dp_world_size = self.grid.data_parallel_size
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = plan.num_micro_batches // self.dp_world_size
+        self.tput_timer.batch_size = self.batch_timer.batch_size = train_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused: layer times and plans are made for one size."""
         raise PlanError(
-            f"train_batch_size is {batch_size}, less than one micro-batch of {size} samples for each of "
-            f"{num_pipelines} pipelines: give at least {size * num_pipelines}, or first switch to a plan "
-            f"with fewer pipelines"
+            f"train_micro_batch_size_per_gpu cannot become {micro_batch_size} in a running job: plans are "
+            f"made for micro-batches of {self.plan.micro_batch_size} samples; change the number of "
+            f"micro-batches with set_train_batch_size"
         )
-    return plan.with_micro_batches(share_out(batch_size // size, shares))
-
-
-def share_out(total: int, shares: Sequence[int]) -> list[int]:
-    """``total`` micro-batches over pipelines in proportion to ``shares``, at least one each.
-
-    Shares are as fast as pipelines are, so the largest ``count / share`` is the step; each micro-batch
-    goes where it raises that least (D'Hondt 1882), which makes it minimal.
-    """
-    counts = [1] * len(shares)
-    for _ in range(total - len(shares)):
-        counts[min(range(len(shares)), key=lambda i: (counts[i] + 1) / shares[i])] += 1
-    return counts

@@ -7,13 +7,16 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe import engine as stock
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
@@ -31,12 +34,11 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
-from malleus_ds.pipe.batch_size import with_batch_size
+from malleus_ds.pipe.batch_size import BatchSize
 from malleus_ds.pipe.control_loop import ControlLoop
-from malleus_ds.pipe.evaluation import Evaluation
-from malleus_ds.pipe.grid import pipeline_groups
+from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.measurement import Measurement
-from malleus_ds.pipe.outputs import contiguous, needs_gradient
+from malleus_ds.pipe.outputs import tensors_with_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
 from malleus_ds.pipe.schedule import StandbySchedule
 from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
@@ -57,7 +59,7 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(Evaluation):
+class MalleusPipelineEngine(BatchSize):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
@@ -78,14 +80,18 @@ class MalleusPipelineEngine(Evaluation):
         self._micro_batch_totals: Tensor | None = None
         self._additional_losses = AdditionalLosses()
         self.switches: list[SwitchReport] = []
+        self._is_built = False
         super().__init__(*args, **kwargs)
-        self.clock = make_clock(self.device)
-        self._shares = self._data_shares()
+        self._is_built = True
+        self.clock = self.module.waits.clock = make_clock(self.device)
+        self._shares = self.plan.data_shares
         self.device_emulation: EmulatedDevice | None = None
         self._take_position()
         if malleus_config.emulation is not None:
-            self.device_emulation = EmulatedDevice(malleus_config.emulation, self.global_rank)
-            self.device_emulation.attach(self.module.local_layers())
+            self.device_emulation = EmulatedDevice(
+                malleus_config.emulation, self.global_rank, self.module.waits
+            )
+            self._emulate_layers()
         self.measurement: Measurement | None = None
         self.control_loop: ControlLoop | None = None
         if malleus_config.detector.enabled:
@@ -106,13 +112,13 @@ class MalleusPipelineEngine(Evaluation):
             _, digests = run_together(lambda: self._check_switch(plan), note=lambda digest: digest)
             require_equal("plans", digests, "call reconfigure with the same plan on every rank")
             placement = place(plan, self._buckets)
-            in_use = [*pipeline_groups(plan), *placement.groups]
+            in_use = [*plan_groups(plan), *placement.groups]
             num_new_groups = self.module.groups.ensure(in_use)
             slots = self._rebuild(placement)
             migration = migrate(self.optimizer, placement, slots, self._node_of)
             self.module.groups.trim(in_use)
         self._moved()
-        self._shares = self._data_shares()
+        self._shares = self.plan.data_shares
         if not self._owns_data:
             # It was read for the old place: by first and last stages only, and another share of the data.
             self._stale_iterator = self.data_iterator or self._stale_iterator
@@ -120,35 +126,6 @@ class MalleusPipelineEngine(Evaluation):
         report = SwitchReport(self.global_steps, migration, num_new_groups, time.perf_counter() - began)
         self.switches.append(report)
         return report
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch between two steps; micro-batches keep their size. Collective.
-
-        The pipelines share the micro-batches in the proportions of the last plan that was given or
-        made; the data goes on where it is. Raises `PlanError` when the size is not a multiple of the
-        micro-batch size, or below one micro-batch per pipeline, and `AgreementError` when ranks differ.
-        """
-        plan, sizes = run_together(
-            lambda: with_batch_size(self.plan, train_batch_size, self._shares),
-            note=lambda plan: str(plan.global_batch_size),
-        )
-        require_equal("batch sizes", sizes, "call set_train_batch_size with the same size on every rank")
-        self.module.take_batch_of(plan)
-        if self.optimizer.placement is not None:
-            self.optimizer.placement = replace(self.optimizer.placement, plan=plan)
-        self._take_position()
-        self.dp_world_size = self.seq_dp_world_size = self.grid.data_parallel_size
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = plan.num_micro_batches // self.dp_world_size
-        self.tput_timer.batch_size = self.batch_timer.batch_size = train_batch_size
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refused: layer times and plans are made for one size."""
-        raise PlanError(
-            f"train_micro_batch_size_per_gpu cannot become {micro_batch_size} in a running job: plans are "
-            f"made for micro-batches of {self.plan.micro_batch_size} samples; change the number of "
-            f"micro-batches with set_train_batch_size"
-        )
 
     def _rebuild(self, placement: Placement) -> dict[str, TensorSlot]:
         """The module's tensors under ``placement``; when a rank cannot build its layers, all go back."""
@@ -175,10 +152,24 @@ class MalleusPipelineEngine(Evaluation):
     def _moved(self) -> None:
         """The module has another place in the plan, or other modules in the same place."""
         self._take_position()
-        if self.device_emulation is not None:
-            self.device_emulation.attach(self.module.local_layers())
+        self._emulate_layers()
         if self.measurement is not None:
             self.measurement.moved()
+
+    def _emulate_layers(self) -> None:
+        if self.device_emulation is not None:
+            relative_time = self.malleus_config.tensor_parallel.relative_time(
+                self.grid.slice_parallel_size, self.module.num_slices
+            )
+            self.device_emulation.attach(self.module.local_layers(), relative_time)
+
+    def is_first_stage(self) -> bool:
+        """True also while DeepSpeed's constructor runs, whose greeting of neighbours assumes equal stages."""
+        return not self._is_built or super().is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        """As `is_first_stage`."""
+        return not self._is_built or super().is_last_stage()
 
     def _start_control_loop(self) -> None:
         """Collective: the carrier of the records is chosen together."""
@@ -187,8 +178,11 @@ class MalleusPipelineEngine(Evaluation):
             config.detector.control_plane, config.timeout_s, dist.get_world_size(), self.global_rank
         )
         # A standby rank has no layers of its own: its emulated device is free for the probe's.
-        emulate = None if self.device_emulation is None else self.device_emulation.attach
-        self.measurement = Measurement(self.module, self.clock, plane, config.detector, self.device, emulate)
+        emulate = None
+        if self.device_emulation is not None:
+            relative_time = config.tensor_parallel.relative_time(1, self.module.num_slices)
+            emulate = partial(self.device_emulation.attach, relative_time=relative_time)
+        self.measurement = Measurement(self.module, self.clock, plane, config, self.device, emulate)
         nodes = tuple(
             tuple(rank for rank, node in self._node_of.items() if node == index)
             for index in sorted(set(self._node_of.values()))
@@ -218,9 +212,6 @@ class MalleusPipelineEngine(Evaluation):
         self.module.groups.close()
         super().destroy()
 
-    def _data_shares(self) -> list[int]:
-        return [pipeline.num_micro_batches for pipeline in self.plan.pipelines]
-
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
         shape, own = (
@@ -243,16 +234,10 @@ class MalleusPipelineEngine(Evaluation):
         self.is_data_parallel = len(self.plan.pipelines) > 1
         self.micro_batches = self._micro_batch_range()[1] - self._micro_batch_range()[0]
         self.micro_batch_size = self.plan.micro_batch_size
-        self._use_grid()
-        self.reset_activation_shape()
+        self._connect()
         self.num_pipe_buffers = 0
         self.pipe_buffers = {name: [] for name in self.pipe_buffers}
         self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-
-    def _use_grid(self) -> None:
-        """DeepSpeed's point-to-point module knows one grid at a time; another engine may have set its own."""
-        if self.is_pipe_parallel:
-            p2p.init_process_groups(self.grid)
 
     def _micro_batch_range(self) -> tuple[int, int]:
         position = self.plan.position(self.global_rank)
@@ -293,7 +278,7 @@ class MalleusPipelineEngine(Evaluation):
         }
         _, all_described = run_together(lambda: self.module.describe(group_of), note=list)
         layout = merge_layouts(all_described)
-        self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes)
+        self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes, self.module.num_slices)
         self._node_of = self._nodes()
         placement = place(self.plan, self._buckets)
         self.module.groups.ensure(placement.groups)
@@ -330,8 +315,8 @@ class MalleusPipelineEngine(Evaluation):
                 self.control_loop.begin_step()
             start, stop = self._micro_batch_range()
             self._check_iterator(data_iter)
-            self._use_grid()
             self._next_micro_batch = start
+            self._expect(stop - start)
             self._micro_batch_totals = self.optimizer.local_totals
             if self._owns_data and data_iter is None:
                 self.data_iterator = self.training_dataloader.micro_batches(self.global_samples, start, stop)
@@ -353,34 +338,56 @@ class MalleusPipelineEngine(Evaluation):
         self.clock.start()
         super()._exec_forward_pass(buffer_id)
         self.clock.stop()
-        if not self.is_last_stage():  # a plan may cut behind any layer: what is sent must be contiguous
-            outputs = self.pipe_buffers["outputs"]
-            outputs[buffer_id] = contiguous(outputs[buffer_id])
         if self.is_last_stage() and self._micro_batch_totals is not None:
             # A loss function may return two tensors: the sum of its losses and their weight (design 4.2).
             weight: Any = 1.0
             if isinstance(self.loss, list | tuple):
                 self.loss, weight = self.loss
-            self._micro_batch_totals[0] += weight
-            self._micro_batch_totals[1] += self.loss.detach().reshape(())
+            if self.grid.get_slice_parallel_rank() == 0:  # the loss is the same on all ranks of a TP group
+                self._micro_batch_totals[0] += weight
+                self._micro_batch_totals[1] += self.loss.detach().reshape(())
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
-        if not self.is_last_stage() and not needs_gradient(self.pipe_buffers["outputs"][buffer_id]):
+        is_last = self.is_last_stage()  # whose outputs may be anything that the loss takes
+        outputs = [] if is_last else tensors_with_gradient(self.pipe_buffers["outputs"][buffer_id])
+        if not is_last and not outputs:
             self.pipe_buffers["outputs"][buffer_id] = None  # a first stage without trained parameters
             return
         if self.measurement is not None:
             self.measurement.before_backward()
         self.clock.start()
-        if self.is_last_stage():
+        if is_last:
             # The weight of the global batch divides once, at the step: no scaling here.
             DeepSpeedEngine.backward(self, self.loss, scale_wrt_gas=False)
         else:
-            super()._exec_backward_pass(buffer_id)
+            with self._own_backward():
+                torch.autograd.backward(outputs, self.grad_layer)
+            self.pipe_buffers["outputs"][buffer_id] = None
+            self.grad_layer = None
         self.clock.stop()
         if self.measurement is not None:
             self.measurement.after_backward()
 
+    @contextmanager
+    def _own_backward(self) -> Iterator[None]:
+        """Tell DeepSpeed's hooks that a backward pass is the engine's, not the user's."""
+        names = (
+            stock.BACKWARD_MICRO_TIMER,
+            stock.BACKWARD_GLOBAL_TIMER,
+            stock.BACKWARD_INNER_MICRO_TIMER,
+            stock.BACKWARD_INNER_GLOBAL_TIMER,
+        )
+        with ExitStack() as timing:
+            for name in names:
+                timing.enter_context(self._timing(name))
+            self._running_engine_backward = True
+            try:
+                yield
+            finally:
+                self._running_engine_backward = False
+
     def _exec_reduce_grads(self) -> None:
+        self.finish_sends()
         self.optimizer.reduce_gradients()
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -388,8 +395,10 @@ class MalleusPipelineEngine(Evaluation):
 
     def _aggregate_total_loss(self) -> Tensor:
         if reports_losses(self.module):
+            # The same on all ranks of a TP group.
+            own = self.total_additional_losses if self.grid.get_slice_parallel_rank() == 0 else None
             self.agg_additional_losses = self._additional_losses.mean(
-                self.total_additional_losses, self.plan.num_micro_batches, self.device
+                own, self.plan.num_micro_batches, self.device
             )
         weight, loss = self.optimizer.totals
         mean: Tensor = loss / weight
@@ -425,6 +434,10 @@ class MalleusPipelineEngine(Evaluation):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.SendActivation: BatchSize._exec_send_activations,
+        schedule.RecvActivation: BatchSize._exec_recv_activations,
+        schedule.SendGrad: BatchSize._exec_send_grads,
+        schedule.RecvGrad: BatchSize._exec_recv_grads,
     }
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from malleus_ds.detector.clock import ComputeClock
 from malleus_ds.pipe.agreement import peer_errors
-from malleus_ds.pipe.data_feed import DataFeed
+from malleus_ds.pipe.messages import Messages
 
 
-class Evaluation(DataFeed):
+class Evaluation(Messages):
     """The part of `MalleusPipelineEngine` that evaluates."""
 
     clock: ComputeClock
@@ -37,12 +37,13 @@ class Evaluation(DataFeed):
         Returns the mean loss on every rank. With ``reduce_output=None`` the list of the pipeline's
         losses, and with ``compute_loss=False`` its outputs, reduced as asked, on last stages and None
         elsewhere. With ``return_logits`` a pair with the outputs of the last micro-batch.
+        Outputs are what the rank's last layer returns: where the head is cut for tensor parallelism, this
+        rank's part of the logits, ``[..., vocabulary / degree]``.
         """
         iterator, owns_data = self.data_iterator, self._owns_data
         self.module.eval()
         self._compute_loss, self.eval_return_logits = compute_loss, return_logits
         self.total_loss = None
-        self._use_grid()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._micro_batch_totals = totals if compute_loss else None
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
@@ -50,7 +51,9 @@ class Evaluation(DataFeed):
             self.set_dataiterator(data_iter)
             with peer_errors("in eval_batch", self._abandon), torch.no_grad():
                 if not self.is_standby:
+                    self._expect(count)
                     self._exec_schedule(self._inference_schedule(count))
+                    self.finish_sends()
                 dist.all_reduce(totals)  # also keeps the ranks of two evaluations in step
         finally:
             self.data_iterator, self._owns_data = iterator, owns_data

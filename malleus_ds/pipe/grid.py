@@ -12,14 +12,15 @@ from malleus_ds.plan import ParallelPlan
 
 
 class Coordinates(NamedTuple):
-    """Place of a rank: its stage, and its pipeline."""
+    """Place of a rank: its stage, its pipeline, and its place in the stage's TP group."""
 
     pipe: int
     data: int
+    model: int
 
 
 class PlanTopology(ProcessTopology):  # type: ignore[misc]
-    """Coordinates ``(pipe, data)`` of each rank under a plan; not a Cartesian product.
+    """Coordinates ``(pipe, data, model)`` of each rank under a plan; not a Cartesian product.
 
     Standby ranks stand in pipelines of their own behind the last one.
     """
@@ -28,15 +29,17 @@ class PlanTopology(ProcessTopology):  # type: ignore[misc]
         self.axes = list(Coordinates._fields)
         self.ProcessCoord = Coordinates
         self.mapping = {
-            Coordinates(pipe=stage_id, data=pipeline_id): stage.ranks[0]
+            Coordinates(pipe=stage_id, data=pipeline_id, model=index): stage_rank
             for pipeline_id, stage_id, stage in plan.stages()
+            for index, stage_rank in enumerate(stage.ranks)
         }
         num_pipelines = len(plan.pipelines)
         for offset, standby in enumerate(plan.standby):
-            self.mapping[Coordinates(pipe=0, data=num_pipelines + offset)] = standby
+            self.mapping[Coordinates(pipe=0, data=num_pipelines + offset, model=0)] = standby
         position = plan.position(rank)
-        num_stages = 1 if position is None else len(plan.pipelines[position.pipeline_id].stages)
-        self.dims = [num_stages, num_pipelines]
+        stages = () if position is None else plan.pipelines[position.pipeline_id].stages
+        degree = 1 if position is None else stages[position.stage_id].degree
+        self.dims = [len(stages) or 1, num_pipelines, degree]
 
     def world_size(self) -> int:
         return len(self.mapping)
@@ -57,25 +60,39 @@ class PlanGrid(PipelineParallelGrid):  # type: ignore[misc]
         self._topo = PlanTopology(plan, self.global_rank)
         position = plan.position(self.global_rank)
         coordinates = self._topo.get_coord(self.global_rank)
+        self.stages = () if position is None else plan.pipelines[position.pipeline_id].stages
+        """Of this rank's pipeline; none on standby."""
         self.is_standby = position is None
         self.stage_id = coordinates.pipe
         self.data_parallel_id = coordinates.data
         self.data_parallel_size = num_replicas
         self.pipe_parallel_size = self._topo.dims[0]
-        self.model_parallel_size = self.slice_parallel_size = 1
+        # DeepSpeed's own splitting of activations goes by the model-parallel size: ours does without it.
+        self.model_parallel_size = 1
+        self.slice_parallel_size = self._topo.dims[2]
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         own_pipeline: tuple[int, ...] = (self.global_rank,)
         if position is not None:
             own_pipeline = plan.pipelines[position.pipeline_id].ranks
-        groups.ensure(pipeline_groups(plan))
-        self.pp_group = self.slice_group = list(own_pipeline)
+        own_stage = (self.global_rank,) if position is None else self.stages[position.stage_id].ranks
+        groups.ensure(plan_groups(plan))
+        self.pp_group, self.slice_group = list(own_pipeline), list(own_stage)
         self.pp_proc_group = self.ds_model_proc_group = groups.get(own_pipeline)
+        self.slice_proc_group = groups.get(own_stage) if len(own_stage) > 1 else None
         self.ds_model_rank = own_pipeline.index(self.global_rank)
         self.ds_model_world_size = len(own_pipeline)
         # Losses and batch statistics are averaged over all ranks, so that standby ranks have them.
         self.dp_group = list(range(self.world_size))
         self.dp_proc_group = dist.group.WORLD
+
+    def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
+        """A rank of a stage of this pipeline: that at ``model``, by default this rank's place there."""
+        if self.is_standby:  # a pipeline of its own
+            return self.global_rank
+        ranks = self.stages[stage_id].ranks
+        index: int = coordinates.get("model", self.get_slice_parallel_rank())
+        return ranks[min(index, len(ranks) - 1)]
 
     def get_sequence_data_parallel_rank(self) -> int:
         """DeepSpeed elects checkpoint writers by this rank: one per stage of the first pipeline."""
@@ -86,9 +103,10 @@ class PlanGrid(PipelineParallelGrid):  # type: ignore[misc]
         return int(self.data_parallel_id) % self.data_parallel_size
 
 
-def pipeline_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """The ranks of each pipeline, and each standby rank by itself."""
-    return [*(pipeline.ranks for pipeline in plan.pipelines), *((rank,) for rank in plan.standby)]
+def plan_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """The ranks of each pipeline, each standby rank by itself, and the TP groups of several ranks."""
+    pipelines = [*(pipeline.ranks for pipeline in plan.pipelines), *((rank,) for rank in plan.standby)]
+    return [*pipelines, *(stage.ranks for _, _, stage in plan.stages() if stage.degree > 1)]
 
 
 def nominal_replicas(plan: ParallelPlan) -> int:
@@ -99,3 +117,8 @@ def nominal_replicas(plan: ParallelPlan) -> int:
     """
     num_pipelines = len(plan.pipelines)
     return num_pipelines if plan.num_micro_batches % num_pipelines == 0 else 1
+
+
+def max_degree(plan: ParallelPlan) -> int:
+    """The largest TP degree of its stages."""
+    return max(stage.degree for _, _, stage in plan.stages())

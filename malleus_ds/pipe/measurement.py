@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec
 from torch import nn
 
-from malleus_ds.config import DetectorConfig
+from malleus_ds.config import MalleusConfig
 from malleus_ds.detector.calibration import (
     LayerClass,
     LayerInput,
@@ -24,9 +24,9 @@ from malleus_ds.detector.clock import ComputeClock
 from malleus_ds.detector.control_plane import ControlPlane
 from malleus_ds.detector.layer_timer import LayerTimer
 from malleus_ds.detector.probe import Emulate, ProbeCandidate, StandbyProber
-from malleus_ds.detector.saved_bytes import memory_bytes
 from malleus_ds.model_profile import ModelProfile
 from malleus_ds.pipe.module import MalleusPipelineModule
+from malleus_ds.tensor_parallel.cuts import whole_shapes
 
 
 class Measurement:
@@ -45,14 +45,16 @@ class Measurement:
         module: MalleusPipelineModule,
         clock: ComputeClock,
         plane: ControlPlane,
-        config: DetectorConfig,
+        config: MalleusConfig,
         device: torch.device,
         emulate: Emulate | None,
     ) -> None:
         self._module = module
         self._clock = clock
         self._plane = plane
-        self._config = config
+        self._config = config.detector
+        degrees = config.tensor_parallel.degrees(module.num_slices)
+        self._rho = tuple(sorted(degrees.items()))
         self._device = device
         self._emulate = emulate
         self._prober: StandbyProber | None = None
@@ -69,7 +71,9 @@ class Measurement:
         last_step_s, self._step_began_s = now_s - self._step_began_s, now_s
         if self.profile is None and self._timer is None:
             constants = [*self._module.parameters(), *self._module.buffers()]
-            self._module.layer_timer = LayerTimer(self._device, constants, checkpointed_layers(self._module))
+            self._module.layer_timer = LayerTimer(
+                self._device, constants, checkpointed_layers(self._module), self._module.waits
+            )
         if self._is_standby and self._prober is not None:
             self._probed = self._prober.begin_step(last_step_s)
 
@@ -103,7 +107,8 @@ class Measurement:
             return probed
         layers = self._module.plan.layers_of(self._module.global_rank)
         overhead_s = self._overhead_s * num_micro_batches
-        return max(compute_s - overhead_s, 0.0), self.profile.time_s(layers) * num_micro_batches
+        expected_s = self.profile.time_s(layers) * self._relative_time * num_micro_batches
+        return max(compute_s - overhead_s, 0.0), expected_s
 
     def moved(self) -> None:
         """The rank has other layers now: what was measured of single layers is void."""
@@ -122,6 +127,11 @@ class Measurement:
     @property
     def _is_standby(self) -> bool:
         return bool(self._module._grid.is_standby)
+
+    @property
+    def _relative_time(self) -> float:
+        """``rho`` of this rank's TP degree."""
+        return dict(self._rho)[self._module._grid.slice_parallel_size]
 
     def _calibrate(self, timer: LayerTimer) -> None:
         """Exchange the measurements of all ranks; every rank computes the same profile."""
@@ -143,7 +153,7 @@ class Measurement:
         # Holders of a layer agree on its class and size; the lowest rank speaks.
         merged = {layer: entry for note in reversed(notes) for layer, entry in note.layers.items()}
         layers = [merged[layer] for layer in range(module._num_layers)]
-        self.profile = calibrate(
+        profile = calibrate(
             [
                 {layer: entry.found for layer, entry in note.layers.items() if entry.found is not None}
                 for note in notes
@@ -152,31 +162,36 @@ class Measurement:
             [entry.parameter_bytes for entry in layers],
             loss_s,
         )
+        self.profile = replace(profile, rho=self._rho)
         self._prober = self._make_prober(self.profile, [entry.kind for entry in layers], loss_s)
 
     def _make_prober(
         self, profile: ModelProfile, kinds: Sequence[LayerClass], loss_s: float
     ) -> StandbyProber:
         times_s = list(profile.layer_times_s)
-        times_s[-1] -= loss_s  # A probe runs the layer alone.
+        times_s[-1] -= loss_s  # A probe runs the layer alone,
+        times_s = [dict(self._rho)[1] * time_s for time_s in times_s]  # and whole.
         layers = zip(self._module._layer_specs, kinds, times_s, strict=True)
         candidates = [ProbeCandidate(index, *layer) for index, layer in enumerate(layers)]
         return StandbyProber(candidates, self._config.probe_interval_steps, self._device, self._emulate)
 
     def _note(self, timer: LayerTimer) -> _RankNote:
         module, passes = self._module, self._passes
+        degree, max_degree = module._grid.slice_parallel_size, module.num_slices
         outside_s = passes.total_s - timer.elapsed_s
         found = timer.take()
         modules = module.local_layers()
         layers = {}
         for layer in range(*module.plan.layers_of(module.global_rank)):
             measured = found.get(layer)
+            if measured is not None:
+                measured = measured.at_largest_degree(self._relative_time, degree / max_degree)
             part = modules.get(layer)
             kind = layer_class(
                 module._layer_specs, layer, part, None if measured is None else measured.inputs
             )
             # A tied module counts for each of its layers: on stages of their own, each has a copy.
-            size_bytes = 0 if part is None else memory_bytes(part.parameters())
+            size_bytes = 0 if part is None else module.bytes_at_largest_degree(part)
             layers[layer] = _LayerNote(kind, size_bytes, measured)
         return _RankNote(
             layers, bool(module._grid.is_last_stage), outside_s / passes.count if passes.count else None
@@ -226,7 +241,7 @@ def layer_class(
     return LayerClass(
         name=name,
         function_layer=None if function is None else [_function_of(spec) for spec in specs].index(function),
-        parameter_shapes=() if module is None else tuple(tuple(part.shape) for part in module.parameters()),
+        parameter_shapes=() if module is None else whole_shapes(module),
         inputs=inputs,
     )
 

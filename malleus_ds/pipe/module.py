@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from malleus_ds.config import DEFAULT_TIMEOUT_S
 from malleus_ds.detector.layer_timer import LayerTimer
+from malleus_ds.detector.waits import CollectiveWaits
 from malleus_ds.emulation import layers_of
 from malleus_ds.pipe.agreement import require_equal, run_together
 from malleus_ds.pipe.build import build_without_data
-from malleus_ds.pipe.grid import PlanGrid, nominal_replicas
+from malleus_ds.pipe.grid import PlanGrid, max_degree, nominal_replicas
 from malleus_ds.pipe.partitioning import LayerCosts, PartitionMethod, num_stages_of, partition_layers
 from malleus_ds.pipe.rng import layer_seed, preserved_rng, seed_generators
 from malleus_ds.placement import LayoutError, LogicalTensor
 from malleus_ds.placement.groups import GroupCache
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.plan.types import check_num_stages
+from malleus_ds.tensor_parallel import TensorParallelGroup, cut_layer
+from malleus_ds.tensor_parallel.cuts import cut_degrees, set_group, whole_shape
 from malleus_ds.zero.binding import TensorSlot, tensor_slots
 
 
@@ -82,6 +85,12 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.world_size = dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.groups = GroupCache(timedelta(seconds=DEFAULT_TIMEOUT_S))
+        self.waits = CollectiveWaits()
+        self.num_slices = 1
+        """Into how many slices TP may cut a tensor: the largest degree of any plan of this job."""
+        # Gloo matches messages of a pair by direction; others may need one communicator for each.
+        self.activation_group = None
+        self.gradient_group = None if dist.get_backend() == dist.Backend.GLOO else dist.new_group()
         self._layer_specs = list(layers)
         self._num_layers = len(self._layer_specs)
         self.has_implicit_plan = plan is None
@@ -89,6 +98,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
 
         def first_plan() -> ParallelPlan:
             chosen = plan or self._equal_plan(num_stages, topology, partition_method, layer_costs)
+            self.num_slices = max_degree(chosen)  # `start_with` may raise it
             self.check(chosen)
             return chosen
 
@@ -103,7 +113,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.tied_comms: dict[str, Any] = {}  # ties are sync groups like all others
         self._modules_by_layer: dict[int, nn.Module] = {}
         self._take_position(self.plan)
-        self._build()
+        run_together(self._build)
         self.to(get_accelerator().device_name(self.local_rank))
 
     def _layer_names(self) -> list[str]:
@@ -134,27 +144,35 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         """Raise `PlanError` unless this module can run under ``plan`` in this world."""
         plan.validate(self._num_layers, self.world_size)
         for pipeline_id, stage_id, stage in plan.stages():
-            if stage.degree > 1:
+            if stage.degree > self.num_slices:
                 raise PlanError(
-                    f"pipeline {pipeline_id}, stage {stage_id}: ranks {stage.ranks} form a tensor-parallel "
-                    f"group, which the engine does not run yet; give each stage one rank"
+                    f"pipeline {pipeline_id}, stage {stage_id}: ranks {stage.ranks} have TP degree "
+                    f"{stage.degree}, but the job allows {self.num_slices}: raise "
+                    f"malleus.tensor_parallel.max_degree in the config"
                 )
 
     def _take_position(self, plan: ParallelPlan) -> None:
         self.plan = plan
         self._grid = PlanGrid(plan, self.groups, self.num_replicas)
         self._topo = self._grid.topology()
+        self.tensor_group = TensorParallelGroup(
+            self._grid.slice_parallel_size,
+            self._grid.get_slice_parallel_rank(),
+            self._grid.get_slice_parallel_group(),
+            self.waits,
+        )
         self.num_stages = self._grid.pipe_parallel_size
         self.stage_id = self._grid.stage_id
         position = plan.position(self.global_rank)
         self.parts = [0, 0] if position is None else list(plan.pipelines[position.pipeline_id].boundaries)
         self._set_bounds(*plan.layers_of(self.global_rank))
 
-    def start_with(self, plan: ParallelPlan, timeout: timedelta) -> None:
+    def start_with(self, plan: ParallelPlan, timeout: timedelta, num_slices: int) -> None:
         """Take the data shares of ``plan``, which has the same stages. Collective over the world.
 
-        timeout: of the groups that are created from now on.
+        timeout: of the groups that are created from now on; num_slices: the largest TP degree of any plan.
         """
+        self.num_slices = num_slices
         self.num_replicas = nominal_replicas(plan)
         self.groups.timeout = timeout
         self._take_position(plan)
@@ -174,27 +192,26 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         Layers that stay keep their modules, layers that come are built without data (migration
         brings it), layers that leave are dropped. Returns the tensors of the new layers.
         """
-        previous = range(self._local_start, self._local_stop)
+        previous, cut = range(self._local_start, self._local_stop), self.tensor_group
         self._take_position(plan)
         current = range(self._local_start, self._local_stop)
+        is_cut_alike = (cut.degree, cut.index) == (self.tensor_group.degree, self.tensor_group.index)
         for layer in previous:
-            if layer not in current:
-                self._drop(layer)
+            module = self._modules_by_layer.get(layer)  # None for functions and ties
+            if module is not None and (layer not in current or (not is_cut_alike and cut_degrees(module))):
+                self._drop(layer, module)
+        for key in [key for key, tied in self.tied_modules.items() if not is_cut_alike and cut_degrees(tied)]:
+            del self.tied_modules[key]
         self._build(make=build_without_data)
         self.is_checkpointable_results_interval = None
         if self.activation_checkpoint_interval > 0:
             self._precompute_checkpointable_values()
         return self.slots()
 
-    def _drop(self, layer: int) -> None:
-        spec = self._layer_specs[layer]
-        if isinstance(spec, TiedLayerSpec):
-            return  # `_build` drops the module of a key that no layer here uses
-        module = self._modules_by_layer.pop(layer, None)
-        if module is None:
-            return
+    def _drop(self, layer: int, module: nn.Module) -> None:
+        del self._modules_by_layer[layer]
         delattr(self, str(layer))
-        if isinstance(spec, nn.Module):  # the user's object stays alive: free its memory
+        if module is self._layer_specs[layer]:  # the user's object stays alive: free its memory
             for slot in tensor_slots(module).values():
                 slot.release()
 
@@ -217,6 +234,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             else:
                 function = spec
             self.forward_funcs.append(function)
+        set_group(self, self.tensor_group)
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False  # DeepSpeed's optimizers ask for it
 
@@ -225,6 +243,11 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             module = spec
             if isinstance(spec, LayerSpec):
                 module = self._seeded(layer, spec, make)
+            elif isinstance(spec, nn.Module) and self.num_slices > 1 and cut_degrees(spec):
+                raise PlanError(
+                    f"layer {layer} is a {type(spec).__name__} object, which cannot be cut again for other "
+                    f"TP degrees: give LayerSpec({type(spec).__name__}, ...) instead"
+                )
             self._modules_by_layer[layer] = module
             self.add_module(str(layer), module)
         return self._modules_by_layer[layer]
@@ -239,7 +262,10 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         """Build with the layer's own seed, so that the initial weights do not depend on the plan."""
         with preserved_rng():
             (self.seed_fn if self.seed_layers and self.seed_fn else seed_generators)(self.base_seed + layer)
-            return make(spec)
+            module = make(spec)
+            if self.tensor_group.degree > 1:
+                cut_layer(module, self.tensor_group)
+            return module
 
     def layers_of_tie(self, key: str) -> tuple[int, ...]:
         """All layers that use the tied module ``key``."""
@@ -247,6 +273,14 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             layer
             for layer, spec in enumerate(self._layer_specs)
             if isinstance(spec, TiedLayerSpec) and spec.key == key
+        )
+
+    def bytes_at_largest_degree(self, layer: nn.Module) -> int:
+        """Of a layer's parameters on one rank, were its TP group the largest of the job."""
+        degrees = cut_degrees(layer)
+        return sum(
+            parameter.nbytes * degrees.get(id(parameter), self.num_slices) // self.num_slices
+            for parameter in layer.parameters()
         )
 
     def local_layers(self) -> dict[int, nn.Module]:
@@ -259,16 +293,18 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         Raises `LayoutError` for tensors that would belong to several layers, or to none.
         """
         described = []
+        degrees = cut_degrees(self)
         for name, slot in self.slots().items():
             tensor = slot.tensor
             described.append(
                 LogicalTensor(
                     name=name,
-                    shape=tuple(tensor.shape),
+                    shape=whole_shape(tensor, degrees.get(id(tensor))),
                     dtype=str(tensor.dtype).removeprefix("torch."),
                     itemsize=tensor.element_size(),
                     layers=self._layers_of_tensor(slot),
                     group=group_of.get(id(tensor)),
+                    is_cut=self.num_slices > 1 and id(tensor) in degrees,
                 )
             )
         return described

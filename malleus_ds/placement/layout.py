@@ -37,7 +37,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A slice of a logical tensor, ``[start, stop)`` in elements: one contiguous range of dim 0."""
+    """Elements ``[start, stop)`` of a logical tensor; buckets hold whole tensors."""
 
     tensor: str
     start: int
@@ -46,10 +46,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Slices that have the same holders under every plan: reduced, stepped and moved together.
+    """Tensors that are reduced, stepped and moved together.
 
-    slice_id: which of the ``num_slices`` slices of each tensor; None: tensors that tensor
-    parallelism does not cut, held by every rank of a TP group.
+    num_slices: 1 for tensors that every rank of a TP group holds whole. More for one single tensor
+    that tensor parallelism cuts along dim 0 into so many equal slices: how many of them a rank
+    holds depends on the plan, and as they are neighbours, they are one range of the bucket.
     """
 
     index: int
@@ -57,7 +58,7 @@ class Bucket:
     dtype: str
     itemsize: int
     group: int | None
-    slice_id: int | None
+    num_slices: int
     pieces: tuple[Piece, ...]
 
     @property
@@ -89,21 +90,27 @@ def merge_layouts(described: Sequence[Iterable[LogicalTensor]]) -> tuple[Logical
 def make_buckets(
     layout: Sequence[LogicalTensor], bucket_bytes: int, num_slices: int = 1
 ) -> tuple[Bucket, ...]:
-    """Cut the model into buckets of at most ``bucket_bytes`` (or one slice, when that is larger).
+    """Cut the model into buckets of at most ``bucket_bytes`` (or one tensor, when that is larger).
 
     A bucket never spans two layers, so that it can be reduced while backward still runs and can
-    leave or arrive alone. num_slices: the largest TP degree of the job.
+    leave or arrive alone. A tensor that TP cuts has a bucket of its own, so that each rank's part
+    of it is one contiguous range, which one torch parameter can use.
+
+    num_slices: the largest TP degree that the job may use; 1: nothing is cut. Raises `LayoutError`
+    for a cut tensor that has no equal slices.
     """
     buckets: list[Bucket] = []
     for key, tensors in groupby(sorted(layout, key=_bucket_key), key=_bucket_key):
         layers, dtype, group, is_cut = key
         members = tuple(tensors)
         itemsize = members[0].itemsize
-        for slice_id in range(num_slices) if is_cut and num_slices > 1 else (None,):
-            pieces = [_piece(tensor, slice_id, num_slices) for tensor in members]
-            for run in _runs(pieces, bucket_bytes // itemsize):
-                group_id = None if group < 0 else group
-                buckets.append(Bucket(len(buckets), layers, dtype, itemsize, group_id, slice_id, run))
+        slices = num_slices if is_cut else 1
+        for tensor in members:
+            _check_slices(tensor, slices)
+        max_elements = bucket_bytes // itemsize if slices == 1 else 0
+        for run in _runs((Piece(tensor.name, 0, tensor.num_elements) for tensor in members), max_elements):
+            group_id = None if group < 0 else group
+            buckets.append(Bucket(len(buckets), layers, dtype, itemsize, group_id, slices, run))
     return tuple(buckets)
 
 
@@ -111,15 +118,12 @@ def _bucket_key(tensor: LogicalTensor) -> tuple[tuple[int, ...], str, int, bool]
     return tensor.layers, tensor.dtype, -1 if tensor.group is None else tensor.group, tensor.is_cut
 
 
-def _piece(tensor: LogicalTensor, slice_id: int | None, num_slices: int) -> Piece:
-    if slice_id is None:
-        return Piece(tensor.name, 0, tensor.num_elements)
-    if tensor.shape[0] % num_slices:
+def _check_slices(tensor: LogicalTensor, num_slices: int) -> None:
+    if num_slices > 1 and (not tensor.shape or tensor.shape[0] % num_slices):
         raise LayoutError(
-            f"{tensor.name!r}: dim 0 ({tensor.shape[0]}) is not a multiple of {num_slices} slices"
+            f"{tensor.name!r} has shape {tensor.shape}, but tensor parallelism cuts dim 0 into {num_slices} "
+            f"equal slices: make it a multiple of {num_slices}, or use a smaller TP degree"
         )
-    size = tensor.num_elements // num_slices
-    return Piece(tensor.name, slice_id * size, (slice_id + 1) * size)
 
 
 def _runs(pieces: Iterable[Piece], max_elements: int) -> Iterator[tuple[Piece, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from malleus_ds.placement.layout import Bucket
-from malleus_ds.plan import ParallelPlan, Stage
+from malleus_ds.plan import ParallelPlan, PlanError, Stage
 
 PARAMETER = "parameter"
 """The state tensor that every holder has; all others are sharded over the holders."""
@@ -34,45 +34,77 @@ class Holding:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``[start, stop)`` of a bucket that ``ranks`` hold: their sync group.
+
+    ``ranks`` ascend, so that equal sets are equal tuples and a shard stays where it is when the set
+    does not change.
+    """
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+    @property
+    def shard_size(self) -> int:
+        """Elements per shard; the last shards may be shorter, or empty."""
+        return shard_size(self.stop - self.start, len(self.ranks))
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Elements ``[start, stop)`` of the bucket whose optimizer state ``rank`` has."""
+        start = self.start + self.ranks.index(rank) * self.shard_size
+        return min(start, self.stop), min(start + self.shard_size, self.stop)
+
+
 @dataclass(frozen=True)
 class Placement:
-    """The sync groups of a plan: for each bucket the ranks that hold it.
+    """Who holds what under a plan.
 
-    ``holders[i]`` are the ranks of bucket ``i``, ascending, so that equal sets are equal tuples
-    and a shard stays where it is when the set does not change.
+    ``parts[i]`` are the parts of bucket ``i``, ascending: they cover it, and neighbours have
+    different ranks. A bucket of uncut tensors is one part.
     """
 
     plan: ParallelPlan
     buckets: tuple[Bucket, ...]
-    holders: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[Part, ...], ...]
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The distinct sync groups of two and more ranks, in an order all ranks agree on."""
-        return tuple(sorted({ranks for ranks in self.holders if len(ranks) > 1}))
+        return tuple(sorted({part.ranks for parts in self.parts for part in parts if len(part.ranks) > 1}))
 
     def held_by(self, rank: int) -> tuple[int, ...]:
-        """Indices of the buckets that ``rank`` holds."""
-        return tuple(i for i, ranks in enumerate(self.holders) if rank in ranks)
+        """Indices of the buckets that ``rank`` holds, or a part of them."""
+        return tuple(
+            index for index, parts in enumerate(self.parts) if any(rank in part.ranks for part in parts)
+        )
 
-    def shard(self, bucket: int, rank: int) -> tuple[int, int]:
-        """Elements ``[start, stop)`` of the bucket whose optimizer state ``rank`` has."""
-        holders = self.holders[bucket]
-        size = shard_size(self.buckets[bucket].num_elements, len(holders))
-        start = holders.index(rank) * size
-        end = self.buckets[bucket].num_elements
-        return min(start, end), min(start + size, end)
+    def parts_of(self, bucket: int, rank: int) -> tuple[Part, ...]:
+        """The parts that ``rank`` holds: neighbours, so together one range of the bucket."""
+        return tuple(part for part in self.parts[bucket] if rank in part.ranks)
+
+    def num_cuts(self, bucket: int, rank: int) -> int:
+        """Among how many ranks of the stage of ``rank`` the bucket is divided."""
+        return self._degrees[rank] if self.buckets[bucket].num_slices > 1 else 1
+
+    def copies(self, bucket: int, rank: int) -> int:
+        """How many ranks of the stage of ``rank`` compute the same gradient (design 4.2)."""
+        return self._degrees[rank] // self.num_cuts(bucket, rank)
 
     def holdings(self, bucket: int, state: str) -> tuple[Holding, ...]:
-        """Disjoint intervals that cover the bucket, each with the ranks that hold ``state`` of it."""
-        if self.buckets[bucket].num_elements == 0:
-            return ()
+        """Disjoint ascending intervals that cover the bucket, each with the ranks that hold ``state``."""
+        parts = [part for part in self.parts[bucket] if part.start < part.stop]
         if state == PARAMETER:
-            return (Holding(0, self.buckets[bucket].num_elements, self.holders[bucket]),)
+            return tuple(Holding(part.start, part.stop, part.ranks) for part in parts)
         if self.buckets[bucket].group is None:
             return ()
-        shards = ((self.shard(bucket, rank), rank) for rank in self.holders[bucket])
-        return tuple(Holding(start, stop, (rank,)) for (start, stop), rank in shards if stop > start)
+        shards = ((part.shard(rank), rank) for part in parts for rank in part.ranks)
+        return tuple(Holding(start, stop, (rank,)) for (start, stop), rank in shards if start < stop)
+
+    @cached_property
+    def _degrees(self) -> dict[int, int]:
+        return {rank: stage.degree for _, _, stage in self.plan.stages() for rank in stage.ranks}
 
 
 def shard_size(num_elements: int, num_holders: int) -> int:
@@ -80,28 +112,45 @@ def shard_size(num_elements: int, num_holders: int) -> int:
     return -(-num_elements // num_holders)
 
 
-def place(plan: ParallelPlan, buckets: Sequence[Bucket], num_slices: int = 1) -> Placement:
+def local_shape(shape: tuple[int, ...], num_cuts: int) -> tuple[int, ...]:
+    """Shape of one of ``num_cuts`` equal parts along dim 0."""
+    return (shape[0] // num_cuts, *shape[1:]) if num_cuts > 1 else shape
+
+
+def place(plan: ParallelPlan, buckets: Sequence[Bucket]) -> Placement:
     """The holders of each bucket: in each pipeline, of each layer that uses it, the ranks of the
-    stage that have its slice (all ranks of the stage where TP does not cut it)."""
-    holders = tuple(
-        tuple(
-            sorted(
-                {
-                    rank
-                    for pipeline in plan.pipelines
-                    for stage in pipeline.stages
-                    if any(stage.layers[0] <= layer < stage.layers[1] for layer in bucket.layers)
-                    for rank in _stage_holders(stage, bucket.slice_id, num_slices)
-                }
-            )
-        )
-        for bucket in buckets
-    )
-    return Placement(plan, tuple(buckets), holders)
+    stage that have the slice (all ranks of the stage where TP does not cut it).
+
+    Raises `PlanError` for a stage whose degree does not divide the number of slices.
+    """
+    return Placement(plan, tuple(buckets), tuple(_parts(plan, bucket) for bucket in buckets))
 
 
-def _stage_holders(stage: Stage, slice_id: int | None, num_slices: int) -> tuple[int, ...]:
+def _parts(plan: ParallelPlan, bucket: Bucket) -> tuple[Part, ...]:
+    stages = [
+        stage
+        for _, _, stage in plan.stages()
+        if any(stage.layers[0] <= layer < stage.layers[1] for layer in bucket.layers)
+    ]
+    size = bucket.num_elements // bucket.num_slices
+    parts: list[Part] = []
+    for slice_id in range(bucket.num_slices):
+        holders = {rank for stage in stages for rank in _slice_holders(stage, slice_id, bucket)}
+        ranks, start, stop = tuple(sorted(holders)), slice_id * size, (slice_id + 1) * size
+        if parts and parts[-1].ranks == ranks:
+            start = parts.pop().start
+        parts.append(Part(start, stop, ranks))
+    return tuple(parts)
+
+
+def _slice_holders(stage: Stage, slice_id: int, bucket: Bucket) -> tuple[int, ...]:
     """A rank of degree t holds ``num_slices / t`` neighbouring slices (design 4.2)."""
-    if slice_id is None:
+    if bucket.num_slices == 1:
         return stage.ranks
-    return (stage.ranks[slice_id * stage.degree // num_slices],)
+    if bucket.num_slices % stage.degree:
+        raise PlanError(
+            f"the stage of the ranks {stage.ranks} has TP degree {stage.degree}, but "
+            f"{bucket.pieces[0].tensor!r} is cut into {bucket.num_slices} slices: use a degree that divides "
+            f"{bucket.num_slices}"
+        )
+    return (stage.ranks[slice_id * stage.degree // bucket.num_slices],)

@@ -1,6 +1,7 @@
 """Column, row and vocabulary parallel layers, at any degree, with the group given at run time."""
 
-from malleus_ds.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from malleus_ds.tensor_parallel.cross_entropy import VocabParallelLoss, vocab_parallel_cross_entropy
+from malleus_ds.tensor_parallel.dropout import part_dropout
 from malleus_ds.tensor_parallel.group import TensorParallelError, TensorParallelGroup
 from malleus_ds.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -17,6 +18,8 @@ __all__ = [
     "TensorParallelGroup",
     "TensorParallelModule",
     "VocabParallelEmbedding",
+    "VocabParallelLoss",
     "cut_layer",
+    "part_dropout",
     "vocab_parallel_cross_entropy",
 ]

@@ -8,8 +8,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from malleus_ds.tensor_parallel.group import TensorParallelGroup
+from malleus_ds.tensor_parallel.layers import TensorParallelModule
+
+
+class VocabParallelLoss(TensorParallelModule):
+    """Mean cross entropy of a micro-batch, over the labels that are not ``ignore_index``; in fp32 at least.
+
+    The ``loss_fn`` of models whose head is column-parallel over the vocabulary, at any degree. It has no
+    parameters; `cut_layer` gives it the TP group, as often as that changes. logits:
+    ``[..., vocabulary / degree]``, this rank's part; labels: ``[...]`` ids in the whole vocabulary. The
+    loss is the same on all ranks of the group.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.group.degree == 1:
+            flat = _at_least_fp32(logits).flatten(0, -2)
+            return functional.cross_entropy(flat, labels.flatten(), ignore_index=self.ignore_index)
+        losses = vocab_parallel_cross_entropy(logits, labels, self.group, self.ignore_index)
+        return losses.sum() / (labels != self.ignore_index).sum()
 
 
 def vocab_parallel_cross_entropy(
@@ -31,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: TensorParallelGroup, ignore_index: int
     ) -> Tensor:
-        values = logits if logits.dtype == torch.float64 else logits.float()
+        values = _at_least_fp32(logits)
         largest = group.all_reduce(values.amax(dim=-1), dist.ReduceOp.MAX)
         values = values - largest.unsqueeze(-1)
         columns = targets - group.index * logits.shape[-1]
@@ -56,3 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         result = softmax * scale
         result.scatter_add_(-1, columns, -scale * is_mine.unsqueeze(-1))
         return result.to(ctx.dtype), None, None, None
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

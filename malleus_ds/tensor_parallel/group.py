@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from malleus_ds.detector.waits import CollectiveWaits
 
 
 class TensorParallelError(ValueError):
@@ -17,11 +19,12 @@ class TensorParallelError(ValueError):
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
     """degree: number of ranks; index: this rank's place among them; handle: their process group, None for
-    one rank."""
+    one rank; waits: where the time in collectives is noted."""
 
     degree: int = 1
     index: int = 0
     handle: dist.ProcessGroup | None = None
+    waits: CollectiveWaits = field(default_factory=CollectiveWaits, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.degree:
@@ -41,7 +44,8 @@ class TensorParallelGroup:
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Over the group's ranks, in place."""
         if self.degree > 1:
-            dist.all_reduce(values, op=op, group=self.handle)
+            with self.waits.waiting():
+                dist.all_reduce(values, op=op, group=self.handle)
         return values
 
     def spread(self, values: Tensor) -> Tensor:

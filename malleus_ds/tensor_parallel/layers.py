@@ -22,13 +22,15 @@ class TensorParallelModule(nn.Module):
 
     cut_parameters: names of its own parameters that are cut along dim 0; the others are the same on every
     rank of the group.
+    units: the name and number of equal parts of dim 0 that no cut may divide, e.g. ``("num_heads", 12)``.
     """
 
     cut_parameters: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, units: tuple[str, int] | None = None) -> None:
         super().__init__()
         self.group = TensorParallelGroup()
+        self.units = units
 
     def cut(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part. Raises `TensorParallelError` when it is cut already, or not evenly."""
@@ -40,6 +42,9 @@ class TensorParallelModule(nn.Module):
             raise TensorParallelError(
                 f"{type(self).__name__} is cut already, into {self.group.degree}: cut a whole layer"
             )
+        if self.units is not None:
+            units_name, num_units = self.units
+            group.part(num_units, units_name)
         return group.part(len(getattr(self, name)), f"dim 0 of {type(self).__name__}.{name}")
 
 
@@ -72,8 +77,10 @@ class ColumnParallelLinear(TensorParallelModule):
 
     cut_parameters = ("weight", "bias")
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, units: tuple[str, int] | None = None
+    ) -> None:
+        super().__init__(units)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         _initialise(self.weight, self.bias, in_features)
@@ -98,6 +105,8 @@ class RowParallelLinear(TensorParallelModule):
         _initialise(self.weight, self.bias, in_features)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.group.degree == 1:
+            return functional.linear(inputs, self.weight.T, self.bias)
         outputs = self.group.gather_sum(inputs @ self.weight)
         return outputs if self.bias is None else outputs + self.bias
 
@@ -107,8 +116,8 @@ class VocabParallelEmbedding(TensorParallelModule):
 
     cut_parameters = ("weight",)
 
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        super().__init__()
+    def __init__(self, num_embeddings: int, embedding_dim: int, units: tuple[str, int] | None = None) -> None:
+        super().__init__(units)
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim))
         nn.init.normal_(self.weight)
 

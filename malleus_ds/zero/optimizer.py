@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor
 
-from malleus_ds.placement import LayoutError, LogicalTensor, Placement
+from malleus_ds.placement import Bucket, LayoutError, LogicalTensor, Part, Placement, local_shape
 from malleus_ds.placement.groups import GroupCache
 from malleus_ds.zero.binding import TensorSlot
-from malleus_ds.zero.collectives import all_gather, reduce_scatter
+from malleus_ds.zero.collectives import Collective, all_gather, reduce_scatter
 from malleus_ds.zero.state import GroupState, attach_state
 from malleus_ds.zero.storage import BucketStorage
 
@@ -64,7 +64,7 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         """The same, summed over the world by the last step."""
         self._global_grad_norm: Tensor | None = None
-        self._works: list[dist.Work] = []
+        self._running: list[Collective] = []
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -77,40 +77,40 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def adopt(self, placement: Placement, slots: Mapping[str, TensorSlot]) -> None:
         """Take over the tensors that this rank's module has now, and agree with the other holders.
 
-        The holder of a bucket's first layer in the first pipeline is the source.
+        The source of a part is its holder in the first pipeline, of the bucket's first layer.
         """
         for index in placement.held_by(self.rank):
             storage = BucketStorage.allocate(placement, index, self.rank, self.device)
             for name, view in storage.views(storage.flat, self.shapes):
                 view.copy_(slots[name].tensor.detach())
-            if len(storage.holders) > 1:
-                first_layer = min(storage.bucket.layers)
-                source = next(
-                    stage.ranks[0]
-                    for stage in placement.plan.pipelines[0].stages
-                    if stage.layers[0] <= first_layer < stage.layers[1]
-                )
-                dist.broadcast(storage.flat, source, group=self.groups.get(storage.holders))
+            for shard in storage.shards:
+                if len(shard.part.ranks) > 1:
+                    source = _first_holder(placement, storage.bucket, shard.part)
+                    group = self.groups.get(shard.part.ranks)
+                    dist.broadcast(storage.part(storage.flat, shard.part), source, group=group)
             self.storages[index] = storage
         self.finish_placement(placement, slots)
 
     def check_slots(self, placement: Placement, slots: Mapping[str, TensorSlot]) -> None:
         """Raise `LayoutError` unless a module has exactly the tensors that ``placement`` gives this rank."""
         expected = {
-            piece.tensor
+            piece.tensor: local_shape(self.shapes[piece.tensor], placement.num_cuts(index, self.rank))
             for index in placement.held_by(self.rank)
             for piece in placement.buckets[index].pieces
         }
-        strange = expected ^ slots.keys()
+        strange = expected.keys() ^ slots.keys()
         if strange:
             raise LayoutError(
                 f"the layers have other tensors than at the start: {sorted(strange)}; register all "
                 f"parameters and buffers in the layers' constructors"
             )
-        for name in expected:
+        for name, expected_shape in expected.items():
             shape = tuple(slots[name].tensor.shape)
-            if shape != self.shapes[name]:
-                raise LayoutError(f"{name!r} has shape {shape}, but had {self.shapes[name]} at the start")
+            if shape != expected_shape:
+                raise LayoutError(
+                    f"{name!r} has shape {shape}, but {expected_shape} belongs here: a layer's constructor "
+                    f"must give the shapes of the start"
+                )
 
     def collect(self, slots: Mapping[str, TensorSlot]) -> None:
         """Take in tensors that a layer replaced by new ones, such as a buffer assigned in forward."""
@@ -144,8 +144,9 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         for storage in self.storages.values():
             storage.prepare_training()
             self.bind(storage, slots)
-            if storage.shard is not None:
-                self.param_groups[storage.bucket.group or 0]["params"].append(storage.shard)
+            for shard in storage.shards:
+                if shard.parameter is not None:
+                    self.param_groups[storage.bucket.group or 0]["params"].append(shard.parameter)
         attach_state(self.optimizer, self.storages.values(), states or {})
 
     def trained(self) -> list[tuple[BucketStorage, Tensor]]:
@@ -153,11 +154,18 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return [(s, s.gradient) for s in self.storages.values() if s.gradient is not None]
 
     def reduce_gradients(self, pipeline_parallel: bool = True) -> None:
-        """Start summing each bucket's gradient over its holders; `step` waits for it."""
+        """Start summing each part's gradient over its holders; `step` waits for it."""
         for storage, gradient in self.trained():
-            if len(storage.holders) > 1:
-                group = self.groups.get(storage.holders)
-                self._works.append(reduce_scatter(storage.own(gradient), gradient, group))
+            if storage.copies > 1:  # all of them are in the sum (design 4.2)
+                gradient.mul_(1 / storage.copies)
+            for part, group in self._shared_parts(storage):
+                self._running.append(reduce_scatter(storage.padded_part(gradient, part), group))
+
+    def _shared_parts(self, storage: BucketStorage) -> Iterator[tuple[Part, dist.ProcessGroup]]:
+        """The parts that other ranks hold, too, with their groups."""
+        for part in (shard.part for shard in storage.shards):
+            if len(part.ranks) > 1 and part.stop > part.start:
+                yield part, self.groups.get(part.ranks)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Divide by the total weight, clip by the true global norm, step the shards, gather.
@@ -167,7 +175,12 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """
         self._wait()
         trained = self.trained()
-        gradients = [storage.own(gradient) for storage, gradient in trained]
+        gradients = [
+            storage.own(gradient, shard)
+            for storage, gradient in trained
+            for shard in storage.shards
+            if shard.num_elements > 0
+        ]
         reduced = torch.cat((_squared_norm(gradients, self.device), self.local_totals))
         dist.all_reduce(reduced)
         self.totals = reduced[1:]
@@ -181,9 +194,8 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
             torch._foreach_mul_(gradients, scale.to(torch.float32))
         self.optimizer.step()
         for storage, _ in trained:
-            if len(storage.holders) > 1:
-                part = storage.own(storage.flat)
-                self._works.append(all_gather(storage.flat, part, self.groups.get(storage.holders)))
+            for part, group in self._shared_parts(storage):
+                self._running.append(all_gather(storage.padded_part(storage.flat, part), group))
         self._wait()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -192,9 +204,21 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
             gradient.zero_()
 
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        for collective in self._running:
+            collective.wait()
+        self._running.clear()
+
+
+def _first_holder(placement: Placement, bucket: Bucket, part: Part) -> int:
+    """The rank of the first pipeline that holds a part as one of the bucket's first layer."""
+    first_layer = min(bucket.layers)
+    return next(
+        rank
+        for stage in placement.plan.pipelines[0].stages
+        if stage.layers[0] <= first_layer < stage.layers[1]
+        for rank in stage.ranks
+        if rank in part.ranks
+    )
 
 
 def _squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from malleus_ds.placement import PARAMETER, Placement, StateTensors
-from malleus_ds.zero.storage import BucketStorage
+from malleus_ds.zero.storage import BucketStorage, Shard
 
 
 class OptimizerStateError(ValueError):
@@ -35,52 +35,54 @@ def detach_state(
     Returns what each parameter group holds on this rank. Raises `OptimizerStateError`: see `check_state`.
     """
     groups: dict[int, GroupState] = {}
-    for storage in storages:
-        group = storage.bucket.group
-        if group is None or storage.shard is None:
-            continue
-        state = optimizer.state.pop(storage.shard, {})
+    for group, shard, parameter in _stepped(storages):
+        state = optimizer.state.pop(parameter, {})
         if not state:
             continue
-        storage.state = {
-            name: value for name, value in state.items() if _is_elementwise(name, value, storage)
-        }
+        shard.state = {name: value for name, value in state.items() if _is_elementwise(name, value, shard)}
         groups[group] = GroupState(
-            dtypes={name: str(value.dtype).removeprefix("torch.") for name, value in storage.state.items()},
-            shared={name: value for name, value in state.items() if name not in storage.state},
+            dtypes={name: str(value.dtype).removeprefix("torch.") for name, value in shard.state.items()},
+            shared={name: value for name, value in state.items() if name not in shard.state},
         )
     return groups
 
 
+def _stepped(storages: Iterable[BucketStorage]) -> Iterator[tuple[int, Shard, nn.Parameter]]:
+    """All shards that the torch optimizer steps, with their parameter group."""
+    for storage in storages:
+        for shard in storage.shards:
+            if storage.bucket.group is not None and shard.parameter is not None:
+                yield storage.bucket.group, shard, shard.parameter
+
+
 def check_state(optimizer: torch.optim.Optimizer, storages: Iterable[BucketStorage]) -> None:
     """Raise `OptimizerStateError` for state that is neither element-wise nor a scalar: it cannot move."""
-    for storage in storages:
-        if storage.shard is not None:
-            for name, value in optimizer.state.get(storage.shard, {}).items():
-                _is_elementwise(name, value, storage)
+    for _, shard, parameter in _stepped(storages):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            _is_elementwise(name, value, shard)
 
 
 def attach_state(
     optimizer: torch.optim.Optimizer, storages: Iterable[BucketStorage], groups: Mapping[int, GroupState]
 ) -> None:
     """Inverse of `detach_state`, for shards that may have changed hands."""
-    for storage in storages:
-        state = groups.get(-1 if storage.bucket.group is None else storage.bucket.group)
-        if state is None or storage.shard is None:
+    for group, shard, parameter in _stepped(storages):
+        state = groups.get(group)
+        if state is None:
             continue
         # Each shard needs its own copy: torch counts the steps of every shard in place.
         shared = {name: copy.deepcopy(value) for name, value in state.shared.items()}
-        optimizer.state[storage.shard] = {**shared, **storage.state}
-        storage.state = {}
+        optimizer.state[parameter] = {**shared, **shard.state}
+        shard.state = {}
 
 
-def _is_elementwise(name: str, value: Any, storage: BucketStorage) -> bool:
+def _is_elementwise(name: str, value: Any, shard: Shard) -> bool:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return False
-    if value.shape != (storage.shard_size,):
+    if value.shape != (shard.num_elements,):
         raise OptimizerStateError(
             f"optimizer state {name!r} has shape {tuple(value.shape)} for a shard of "
-            f"{storage.shard_size} elements: use an element-wise optimizer such as Adam or SGD"
+            f"{shard.num_elements} elements: use an element-wise optimizer such as Adam or SGD"
         )
     return True
 

@@ -1,4 +1,4 @@
-"""The memory of one bucket on one rank: flat parameter, flat gradient and the optimizer shard."""
+"""The memory of one bucket on one rank: flat parameter, flat gradient and the optimizer's shards."""
 
 from __future__ import annotations
 
@@ -8,70 +8,111 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from malleus_ds.placement import PARAMETER, Bucket, Placement, shard_size
+from malleus_ds.placement import PARAMETER, Bucket, Part, Placement, local_shape
+
+
+@dataclass
+class Shard:
+    """Elements ``[start, stop)`` of a bucket: what this rank steps of one part.
+
+    parameter: what the torch optimizer steps, None when there is nothing to step (and while state
+    migrates); state: element-wise optimizer state, kept here while state migrates and by the torch
+    optimizer otherwise.
+    """
+
+    part: Part
+    start: int
+    stop: int
+    parameter: nn.Parameter | None = None
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass
 class BucketStorage:
-    """Flat buffers of ``num_holders * shard_size`` elements; what lies beyond the bucket is padding.
+    """Flat buffers of the elements ``[start, stop)`` of a bucket, which this rank holds.
 
-    flat: parameters in compute dtype; gradient: accumulated sums, None for tensors that are not
-    optimized (and while state migrates); shard: this rank's part of ``flat``, which the torch
-    optimizer steps in place (fp32: the parameter is its own master copy); state: element-wise
-    optimizer state of the shard, ``shard_size`` elements each, kept here while state migrates and
-    by the torch optimizer otherwise.
+    With one part, as always without tensor parallelism, the buffers are padded to equal shards;
+    with several there is no room between them, so that a cut tensor is one contiguous parameter.
+
+    num_cuts: in how many parts the rank's stage cuts the bucket; copies: ranks of the stage that
+    compute the same gradient; shards: one per part, ascending; flat: parameters in compute dtype;
+    gradient: accumulated sums, None for tensors that are not optimized (and while state migrates).
     """
 
     bucket: Bucket
-    holders: tuple[int, ...]
     rank: int
+    start: int
+    stop: int
+    num_cuts: int
+    copies: int
+    shards: tuple[Shard, ...]
     flat: Tensor
     gradient: Tensor | None = None
-    shard: nn.Parameter | None = None
-    state: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, placement: Placement, index: int, rank: int, device: torch.device) -> BucketStorage:
-        """Zeros for bucket ``index`` under ``placement``."""
-        bucket, holders = placement.buckets[index], placement.holders[index]
-        num_elements = len(holders) * shard_size(bucket.num_elements, len(holders))
-        flat = torch.zeros(num_elements, dtype=getattr(torch, bucket.dtype), device=device)
-        return cls(bucket, holders, rank, flat)
+        """Zeros for what ``rank`` holds of bucket ``index`` under ``placement``."""
+        bucket, parts = placement.buckets[index], placement.parts_of(index, rank)
+        start, stop = parts[0].start, parts[-1].stop
+        num_elements = stop - start if len(parts) > 1 else len(parts[0].ranks) * parts[0].shard_size
+        return cls(
+            bucket=bucket,
+            rank=rank,
+            start=start,
+            stop=stop,
+            num_cuts=placement.num_cuts(index, rank),
+            copies=placement.copies(index, rank),
+            shards=tuple(Shard(part, *part.shard(rank)) for part in parts),
+            flat=torch.zeros(num_elements, dtype=getattr(torch, bucket.dtype), device=device),
+        )
 
-    @property
-    def shard_size(self) -> int:
-        return self.flat.numel() // len(self.holders)
+    def part(self, flat: Tensor, part: Part) -> Tensor:
+        """The elements of a part in a flat buffer."""
+        return flat[part.start - self.start : part.stop - self.start]
 
-    @property
-    def shard_start(self) -> int:
-        return self.holders.index(self.rank) * self.shard_size
+    def padded_part(self, flat: Tensor, part: Part) -> Tensor:
+        """The same, with the padding behind it where there is some."""
+        return flat if len(self.shards) == 1 else self.part(flat, part)
 
-    def own(self, flat: Tensor) -> Tensor:
-        """The part of a flat buffer that is this rank's shard (padding included)."""
-        return flat.narrow(0, self.shard_start, self.shard_size)
+    def own(self, flat: Tensor, shard: Shard) -> Tensor:
+        """The elements of a shard in a flat buffer."""
+        return flat[shard.start - self.start : shard.stop - self.start]
 
     def prepare_training(self) -> None:
-        """Allocate the gradient and make the shard, unless the bucket is not optimized."""
+        """Allocate the gradient and make the shards' parameters, unless the bucket is not optimized."""
         if self.bucket.group is None:
             return
         self.gradient = torch.zeros_like(self.flat, dtype=torch.float32)
-        self.shard = nn.Parameter(self.own(self.flat))
-        self.shard.grad = self.own(self.gradient)
+        for shard in self.shards:
+            if shard.num_elements > 0:
+                shard.parameter = nn.Parameter(self.own(self.flat, shard))
+                shard.parameter.grad = self.own(self.gradient, shard)
 
     def stop_training(self) -> None:
-        """Free the gradient and the shard's handle; parameters and state stay."""
-        self.gradient = self.shard = None
+        """Free the gradient and the shards' handles; parameters and state stay."""
+        self.gradient = None
+        for shard in self.shards:
+            shard.parameter = None
 
     def interval(self, state: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the bucket, of one state tensor that this rank holds."""
         if state == PARAMETER:
-            return self.flat[start:stop]
-        return self.state[state][start - self.shard_start : stop - self.shard_start]
+            return self.flat[start - self.start : stop - self.start]
+        shard = next(shard for shard in self.shards if shard.start <= start and stop <= shard.stop)
+        return shard.state[state][start - shard.start : stop - shard.start]
 
     def views(self, flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Each logical tensor of the bucket as a view of ``flat``, by name."""
+        """What this rank has of each tensor of the bucket as a view of ``flat``, by name.
+
+        shapes: of the whole tensors.
+        """
         offset = 0
         for piece in self.bucket.pieces:
-            size = piece.stop - piece.start
-            yield piece.tensor, flat[offset : offset + size].view(shapes[piece.tensor])
+            size = (piece.stop - piece.start) // self.num_cuts
+            shape = local_shape(shapes[piece.tensor], self.num_cuts)
+            yield piece.tensor, flat[offset : offset + size].view(shape)
             offset += size

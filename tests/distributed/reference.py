@@ -21,6 +21,7 @@ from malleus_ds import MalleusPipelineEngine, MalleusPipelineModule, initialize
 from malleus_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from malleus_ds.pipe.rng import layer_seed
 from malleus_ds.plan import ParallelPlan, Pipeline, Stage
+from malleus_ds.tensor_parallel.cuts import cut_degrees
 
 NUM_MICRO_BATCHES = 8
 MICRO_BATCH_SIZE = 2
@@ -29,11 +30,11 @@ CLIP_NORM = 0.5
 LEARNING_RATE = 1e-3
 
 
-def gpt(tie_embeddings: bool = False) -> GPTConfig:
+def gpt(tie_embeddings: bool = False, num_heads: int = 2) -> GPTConfig:
     return GPTConfig(
         vocabulary_size=24,
         hidden_size=16,
-        num_heads=2,
+        num_heads=num_heads,
         num_blocks=6 if not tie_embeddings else 4,
         sequence_length=8,
         dropout=0.2,
@@ -73,12 +74,15 @@ def config(**malleus: Any) -> dict[str, Any]:
     }
 
 
-def stage(rank: int, start: int, stop: int) -> Stage:
-    return Stage((rank,), (start, stop))
+def stage(ranks: int | tuple[int, ...], start: int, stop: int) -> Stage:
+    return Stage((ranks,) if isinstance(ranks, int) else ranks, (start, stop))
 
 
-def plan(*pipelines: tuple[list[tuple[int, int, int]], int], standby: tuple[int, ...] = ()) -> ParallelPlan:
-    """A plan from ``([(rank, start, stop), ...], num_micro_batches)`` per pipeline."""
+StageEntry = tuple[int | tuple[int, ...], int, int]
+
+
+def plan(*pipelines: tuple[Sequence[StageEntry], int], standby: tuple[int, ...] = ()) -> ParallelPlan:
+    """A plan from ``([(rank or ranks, start, stop), ...], num_micro_batches)`` per pipeline."""
     return ParallelPlan(
         tuple(Pipeline(tuple(stage(*entry) for entry in stages), count) for stages, count in pipelines),
         MICRO_BATCH_SIZE,
@@ -187,15 +191,26 @@ def train(engine: MalleusPipelineEngine, num_steps: int) -> Result:
 
 
 def gather_parameters(engine: MalleusPipelineEngine) -> dict[str, Tensor]:
-    """All parameters and buffers by name; asserts that all holders have the same bits."""
+    """All parameters and buffers by name, whole; asserts that all holders have the same bits."""
     tensors = {**dict(engine.module.named_parameters()), **dict(engine.module.named_buffers())}
-    held = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    gathered: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    degrees, index = cut_degrees(engine.module), engine.module.tensor_group.index
+    held = {
+        name: (tensor.detach().clone(), degrees.get(id(tensor), 1), index if id(tensor) in degrees else 0)
+        for name, tensor in tensors.items()
+    }
+    gathered: list[dict[str, tuple[Tensor, int, int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, held)
-    full: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, dict[int, Tensor]]] = {}  # by name, degree and place in the TP group
     for part in gathered:
-        for name, tensor in part.items():
-            assert torch.equal(full.setdefault(name, tensor), tensor), f"holders of {name} differ"
+        for name, (tensor, degree, place) in part.items():
+            known = parts.setdefault(name, {}).setdefault(degree, {}).setdefault(place, tensor)
+            assert torch.equal(known, tensor), f"holders of {name} differ"
+    full: dict[str, Tensor] = {}
+    for name, by_degree in parts.items():
+        for degree, by_place in by_degree.items():
+            assert sorted(by_place) == list(range(degree)), f"parts of {name} are missing"
+            whole = by_place[0] if degree == 1 else torch.cat([by_place[place] for place in range(degree)])
+            assert torch.equal(full.setdefault(name, whole), whole), f"degrees of {name} differ"
     return full
 
 

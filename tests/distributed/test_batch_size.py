@@ -33,10 +33,6 @@ from tests.harness import DistributedTest
 TWO_AND_ONE = plan(([(2, 0, 5), (0, 5, 8)], 5), ([(1, 0, 8)], 3), standby=(3,))
 
 
-def shares(engine: MalleusPipelineEngine) -> list[int]:
-    return [pipeline.num_micro_batches for pipeline in engine.plan.pipelines]
-
-
 def assert_sizes_agree(engine: MalleusPipelineEngine, num_micro_batches: int) -> None:
     """What stock code reads of the batch, and its own arithmetic."""
     size = num_micro_batches * MICRO_BATCH_SIZE
@@ -47,7 +43,7 @@ def assert_sizes_agree(engine: MalleusPipelineEngine, num_micro_batches: int) ->
     assert size == MICRO_BATCH_SIZE * engine.gradient_accumulation_steps() * replicas
     start, stop = engine._micro_batch_range()
     assert engine.micro_batches == stop - start
-    assert sum(shares(engine)) == num_micro_batches
+    assert sum(engine.plan.data_shares) == num_micro_batches
 
 
 class TestExactness(DistributedTest):
@@ -66,7 +62,7 @@ class TestExactness(DistributedTest):
                 engine.reconfigure(switched)
             engine.set_train_batch_size(count * MICRO_BATCH_SIZE)
             assert_sizes_agree(engine, count)
-            seen.append(shares(engine))
+            seen.append(list(engine.plan.data_shares))
             result = train(engine, 1)
             losses += result.losses
             norms += result.norms
@@ -167,7 +163,7 @@ class TestControlLoop(DistributedTest):
             moved.clear()
         engine.set_train_batch_size(24)
         step(2)  # the answer is for the batch before
-        assert shares(engine) == [6, 6]
+        assert list(engine.plan.data_shares) == [6, 6]
         if dist.get_rank() == 0:
             assert loop.events[-1].kind == "kept"
             assert "batch changed while a plan was made" in loop.events[-1].details["reason"]
@@ -184,7 +180,7 @@ class TestControlLoop(DistributedTest):
         )
         engine.set_train_batch_size(16)
         step(2)  # the announcement arrives, for another batch
-        assert shares(engine) == [4, 4]
+        assert list(engine.plan.data_shares) == [4, 4]
         assert engine.switches == []
         if dist.get_rank() == 0:
             assert "batch changed since the plan was announced" in loop.events[-1].details["reason"]

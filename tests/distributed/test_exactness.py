@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from malleus_ds.models.gpt import gpt_layers, gpt_loss
+from malleus_ds.models import LlamaConfig, VocabParallelLoss, gpt_layers, gpt_loss, llama_layers
 from malleus_ds.plan import ParallelPlan
 from tests.distributed.reference import (
     assert_same_training,
@@ -83,6 +83,27 @@ class TestSwitches(DistributedTest):
             id(engine.module),
         ]
         assert_same_training(type(part)(losses, norms, part.parameters), expected)
+
+    @pytest.mark.parametrize("tie_embeddings", [False, True])
+    def test_llama(self, tie_embeddings: bool) -> None:
+        """Its rotary tables are no state: a switch neither moves nor loses them."""
+        llama = LlamaConfig(
+            vocabulary_size=24,
+            hidden_size=16,
+            intermediate_size=24,
+            num_heads=4,
+            num_kv_heads=2,
+            num_blocks=5 if tie_embeddings else 6,
+            tie_embeddings=tie_embeddings,
+        )
+        specs = llama_layers(llama)
+        expected = single_process(specs, VocabParallelLoss(), NUM_STEPS)
+        engine = make_engine(PLANS["unequal_layers"], specs, VocabParallelLoss())
+        before = train(engine, 2)
+        engine.reconfigure(PLANS["three_and_two_stages_shuffled_standby"])
+        after = train(engine, 2)
+        losses, norms = before.losses + after.losses, before.norms + after.norms
+        assert_same_training(type(after)(losses, norms, after.parameters), expected)
 
     def test_switch_before_every_step(self) -> None:
         specs = gpt_layers(gpt())

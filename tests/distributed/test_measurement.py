@@ -94,7 +94,7 @@ class TestMeasurement(DistributedTest):
         engine = calibrated(plan(([(0, 0, 4), (1, 4, 8)], 8), standby=(2,)), specs)
         profile = engine.measurement.profile
         table_bytes = VOCABULARY * HIDDEN * FLOAT_BYTES
-        for index, name in ((0, "TokenEmbedding"), (7, "malleus_ds.models.gpt.tied_head(TokenEmbedding)")):
+        for index, name in ((0, "TokenEmbedding"), (7, "malleus_ds.models.common.tied_head(TokenEmbedding)")):
             assert profile.layers[index].name == name
             assert profile.layers[index].state_bytes == 2 * table_bytes
             assert profile.layers[index].optimizer_bytes == 2 * table_bytes

@@ -45,16 +45,16 @@ def held_state(engine: MalleusPipelineEngine) -> Held:
     """Everything this rank holds, read from the optimizer's storages, by element of the model."""
     held: Held = {}
     for storage in engine.optimizer.storages.values():
-        state = engine.optimizer.state.get(storage.shard, {})
+        (shard,) = storage.shards
+        state = engine.optimizer.state.get(shard.parameter, {})
         offset = 0
         for piece in storage.bucket.pieces:
             size = piece.stop - piece.start
             held[("parameter", piece.tensor)] = [(0, size, storage.flat[offset : offset + size].clone())]
-            start = max(offset, storage.shard_start)
-            stop = min(offset + size, storage.shard_start + storage.shard_size)
+            start, stop = max(offset, shard.start), min(offset + size, shard.stop)
             for name in ("exp_avg", "exp_avg_sq"):
                 if start < stop and name in state:
-                    values = state[name][start - storage.shard_start : stop - storage.shard_start].clone()
+                    values = state[name][start - shard.start : stop - shard.start].clone()
                     held[(name, piece.tensor)] = [(start - offset, stop - offset, values)]
             offset += size
     return held

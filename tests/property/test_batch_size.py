@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from malleus_ds.pipe.batch_size import share_out, with_batch_size
 from malleus_ds.plan import ParallelPlan, PlanError
+from malleus_ds.plan.batch_size import share_out, with_batch_size
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 

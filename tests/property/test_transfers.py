@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,48 +15,148 @@ from malleus_ds.migration.transfers import (
     state_bytes,
     transfers,
 )
-from malleus_ds.placement import LogicalTensor, Placement, StateTensors, make_buckets, place
-from malleus_ds.plan import ParallelPlan
+from malleus_ds.placement import (
+    Bucket,
+    LayoutError,
+    LogicalTensor,
+    Part,
+    Placement,
+    StateTensors,
+    make_buckets,
+    place,
+)
+from malleus_ds.plan import ParallelPlan, Pipeline, PlanError, Stage
 from tests.strategies import legal_plans
 
 NUM_LAYERS = 10
-LAYOUT = [
+NUM_SLICES = 4
+UNCUT = [
     LogicalTensor(f"{layer}.{name}", shape, "float32", 4, (layer,), 0)
     for layer in range(NUM_LAYERS)
-    for name, shape in (("weight", (7, 5)), ("bias", (3,)))
+    for name, shape in (("norm", (7, 5)), ("bias", (3,)))
 ] + [LogicalTensor("tied_modules.embedding.weight", (11, 2), "float32", 4, (0, NUM_LAYERS - 1), 0)]
-BUCKETS = make_buckets(LAYOUT, bucket_bytes=100)
-SCHEMA = tuple(StateTensors(("parameter", "exp_avg"), (4, 4)) for _ in BUCKETS)
+CUT = [
+    LogicalTensor(f"{layer}.{name}", shape, "float32", 4, (layer,), 0, is_cut=True)
+    for layer in range(1, NUM_LAYERS, 2)
+    for name, shape in (("weight", (8, 5)), ("wide", (4, 7)), ("cut_bias", (12,)))
+] + [LogicalTensor("tied_modules.head.weight", (20, 3), "float32", 4, (0, 4, NUM_LAYERS - 1), 0, is_cut=True)]
 
-plans = st.integers(1, 8).flatmap(lambda world_size: st.tuples(*[legal_plans(NUM_LAYERS, world_size)] * 2))
+
+@dataclass(frozen=True)
+class Case:
+    """Two plans of one world, and buckets."""
+
+    old: ParallelPlan
+    new: ParallelPlan
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def placements(self) -> tuple[Placement, Placement]:
+        return place(self.old, self.buckets), place(self.new, self.buckets)
+
+    @property
+    def schema(self) -> tuple[StateTensors, ...]:
+        return tuple(StateTensors(("parameter", "exp_avg"), (4, 4)) for _ in self.buckets)
 
 
-def elements(placement: Placement) -> dict[tuple[int, str, int], set[int]]:
-    """(bucket, state, element) -> ranks that hold it; shards are equal, the last may be shorter."""
+def cases(layout: list[LogicalTensor], num_slices: int, degrees: tuple[int, ...]) -> st.SearchStrategy[Case]:
+    buckets = make_buckets(layout, bucket_bytes=100, num_slices=num_slices)
+    pairs = st.integers(1, 8).flatmap(
+        lambda world_size: st.tuples(*[legal_plans(NUM_LAYERS, world_size, degrees=degrees)] * 2)
+    )
+    return pairs.map(lambda pair: Case(*pair, buckets))
+
+
+all_cases = st.one_of(cases(UNCUT, 1, (1,)), cases(UNCUT + CUT, NUM_SLICES, (1, 2, 4)))
+
+
+def holders_of(plan: ParallelPlan, bucket: Bucket, element: int) -> tuple[int, ...]:
+    """By the definition: in each stage that uses it, the rank whose equal share of the rows the element
+    is in, or all ranks where the tensor is not cut."""
+    holders: set[int] = set()
+    for _, _, stage in plan.stages():
+        if any(stage.layers[0] <= layer < stage.layers[1] for layer in bucket.layers):
+            share = element * stage.degree // bucket.num_elements
+            holders |= {stage.ranks[share]} if is_cut(bucket) else set(stage.ranks)
+    return tuple(sorted(holders))
+
+
+def is_cut(bucket: Bucket) -> bool:
+    return any(tensor.name == bucket.pieces[0].tensor for tensor in CUT)
+
+
+def elements(plan: ParallelPlan, buckets: tuple[Bucket, ...]) -> dict[tuple[int, str, int], set[int]]:
+    """(bucket, state, element) -> ranks that hold it. State is sharded over each run of elements with the
+    same holders; shards are equal, the last may be shorter."""
     held: dict[tuple[int, str, int], set[int]] = {}
-    for bucket in BUCKETS:
-        holders = sorted(
-            {
-                stage.ranks[0]
-                for _, _, stage in placement.plan.stages()
-                if any(stage.layers[0] <= layer < stage.layers[1] for layer in bucket.layers)
-            }
-        )
-        size = -(-bucket.num_elements // len(holders))
-        for element in range(bucket.num_elements):
-            held[bucket.index, "parameter", element] = set(holders)
-            held[bucket.index, "exp_avg", element] = {holders[element // size]}
+    for bucket in buckets:
+        holders = [holders_of(plan, bucket, element) for element in range(bucket.num_elements)]
+        start = 0
+        for ranks, run in itertools.groupby(holders):
+            length = len(list(run))
+            size = -(-length // len(ranks))
+            for offset in range(length):
+                held[bucket.index, "parameter", start + offset] = set(ranks)
+                held[bucket.index, "exp_avg", start + offset] = {ranks[offset // size]}
+            start += length
     return held
 
 
 @settings(deadline=None, max_examples=60)
-@given(plans)
-def test_transfers_are_exactly_what_is_missing(pair: tuple[ParallelPlan, ParallelPlan]) -> None:
-    old, new = (place(plan, BUCKETS) for plan in pair)
-    node_of = {rank: rank // 3 for rank in range(pair[0].world_size)}
-    before, after = elements(old), elements(new)
+@given(all_cases)
+def test_holdings_are_disjoint_and_cover_each_bucket(case: Case) -> None:
+    placement, expected = case.placements[0], elements(case.old, case.buckets)
+    for bucket, state in itertools.product(case.buckets, ("parameter", "exp_avg")):
+        position = 0
+        for holding in placement.holdings(bucket.index, state):
+            assert holding.start == position < holding.stop
+            position = holding.stop
+            for element in range(holding.start, holding.stop):
+                assert set(holding.ranks) == expected[bucket.index, state, element]
+        assert position == bucket.num_elements
+
+
+@settings(deadline=None, max_examples=60)
+@given(all_cases)
+def test_what_a_rank_holds_is_one_range_of_whole_rows(case: Case) -> None:
+    placement, held = case.placements[0], elements(case.old, case.buckets)
+    degrees = {rank: stage.degree for _, _, stage in case.old.stages() for rank in stage.ranks}
+    for rank in range(case.old.world_size):
+        for bucket in case.buckets:
+            own = [e for e in range(bucket.num_elements) if rank in held[bucket.index, "parameter", e]]
+            assert (bucket.index in placement.held_by(rank)) == bool(own)
+            if not own:
+                continue
+            parts = placement.parts_of(bucket.index, rank)
+            assert own == list(range(parts[0].start, parts[-1].stop))
+            assert all(first.stop == second.start for first, second in itertools.pairwise(parts))
+            num_cuts, copies = placement.num_cuts(bucket.index, rank), placement.copies(bucket.index, rank)
+            assert len(own) * num_cuts == bucket.num_elements
+            assert (num_cuts, copies) == ((degrees[rank], 1) if is_cut(bucket) else (1, degrees[rank]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(UNCUT + CUT, NUM_SLICES, (1, 2, 4)))
+def test_neighbours_with_the_same_holders_are_one_part(case: Case) -> None:
+    placement = case.placements[0]
+    for bucket in case.buckets:
+        parts = placement.parts[bucket.index]
+        assert all(first.ranks != second.ranks for first, second in itertools.pairwise(parts))
+        if not is_cut(bucket) or all(stage.degree == 1 for _, _, stage in case.old.stages()):
+            assert len(parts) == 1
+    assert set(placement.groups) == {
+        part.ranks for parts in placement.parts for part in parts if len(part.ranks) > 1
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(all_cases)
+def test_transfers_are_exactly_what_is_missing(case: Case) -> None:
+    old, new = case.placements
+    node_of = {rank: rank // 3 for rank in range(case.old.world_size)}
+    before, after = elements(case.old, case.buckets), elements(case.new, case.buckets)
     received: dict[tuple[int, str, int], list[int]] = {}
-    moves = transfers(old, new, SCHEMA, node_of)
+    moves = transfers(old, new, case.schema, node_of)
     for move in moves:
         for element in range(move.start, move.stop):
             key = move.bucket, move.state, element
@@ -64,31 +166,31 @@ def test_transfers_are_exactly_what_is_missing(pair: tuple[ParallelPlan, Paralle
             received.setdefault(key, []).append(move.destination)
     for key, ranks in after.items():
         assert sorted(received.get(key, [])) == sorted(ranks - before[key])
-    assert num_bytes(moves, SCHEMA) == 4 * sum(len(ranks) for ranks in received.values())
+    assert num_bytes(moves, case.schema) == 4 * sum(len(ranks) for ranks in received.values())
 
 
 @settings(deadline=None, max_examples=150)
-@given(plans)
-def test_no_rank_exceeds_its_fuller_plan_by_two_buckets(pair: tuple[ParallelPlan, ParallelPlan]) -> None:
-    old, new = (place(plan, BUCKETS) for plan in pair)
-    order = bucket_order(old, new, SCHEMA)
-    assert sorted(order) == list(range(len(BUCKETS)))
+@given(all_cases)
+def test_no_rank_exceeds_its_fuller_plan_by_two_buckets(case: Case) -> None:
+    old, new = case.placements
+    order = bucket_order(old, new, case.schema)
+    assert sorted(order) == list(range(len(case.buckets)))
     largest = max(
         value
-        for placement, rank in itertools.product((old, new), range(pair[0].world_size))
-        for value in state_bytes(placement, SCHEMA, rank).values()
+        for placement, rank in itertools.product((old, new), range(case.old.world_size))
+        for value in state_bytes(placement, case.schema, rank).values()
     )
-    for rank in range(pair[0].world_size):
-        assert peak_excess_bytes(old, new, order, rank) <= 2 * largest
+    for rank in range(case.old.world_size):
+        assert peak_excess_bytes(case, order, rank) <= 2 * largest
 
 
-def peak_excess_bytes(old: Placement, new: Placement, order: tuple[int, ...], rank: int) -> int:
+def peak_excess_bytes(case: Case, order: tuple[int, ...], rank: int) -> int:
     """The most that a rank holds while buckets move one by one, above the larger of its two plans.
 
     While a bucket moves, the rank has its old and its new part at once. That migration really
     keeps to this is measured on real ranks, in the migration benchmark and its test.
     """
-    before, after = state_bytes(old, SCHEMA, rank), state_bytes(new, SCHEMA, rank)
+    before, after = (state_bytes(placement, case.schema, rank) for placement in case.placements)
     held = peak = sum(before.values())
     limit = max(held, sum(after.values()))
     for index in order:
@@ -99,8 +201,6 @@ def peak_excess_bytes(old: Placement, new: Placement, order: tuple[int, ...], ra
 
 def test_tp_slices_have_their_own_holders() -> None:
     """A degree-2 stage holds two of four slices per rank, a degree-1 stage all of them."""
-    from malleus_ds.plan import Pipeline, Stage
-
     plan = ParallelPlan(
         (
             Pipeline((Stage((0, 1), (0, 1)),), 1),
@@ -112,19 +212,38 @@ def test_tp_slices_have_their_own_holders() -> None:
         LogicalTensor("0.weight", (8, 3), "float32", 4, (0,), 0, is_cut=True),
         LogicalTensor("0.norm", (3,), "float32", 4, (0,), 0),
     ]
-    placement = place(plan, make_buckets(layout, 10**6, num_slices=4), num_slices=4)
-    holders = {
-        (bucket.pieces[0].tensor, bucket.slice_id): ranks
-        for bucket, ranks in zip(placement.buckets, placement.holders, strict=True)
-    }
-    assert holders == {
-        ("0.norm", None): (0, 1, 2, 3, 4, 5, 6),
-        ("0.weight", 0): (0, 2, 3),
-        ("0.weight", 1): (0, 2, 4),
-        ("0.weight", 2): (1, 2, 5),
-        ("0.weight", 3): (1, 2, 6),
-    }
-    pieces = {
-        bucket.slice_id: bucket.pieces[0] for bucket in placement.buckets if bucket.slice_id is not None
-    }
-    assert [(pieces[i].start, pieces[i].stop) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+    placement = place(plan, make_buckets(layout, 10**6, num_slices=4))
+    norm, weight = placement.parts
+    assert norm == (Part(0, 3, (0, 1, 2, 3, 4, 5, 6)),)
+    assert weight == (
+        Part(0, 6, (0, 2, 3)),
+        Part(6, 12, (0, 2, 4)),
+        Part(12, 18, (1, 2, 5)),
+        Part(18, 24, (1, 2, 6)),
+    )
+    assert [placement.copies(0, rank) for rank in range(7)] == [2, 2, 1, 4, 4, 4, 4]
+    assert [placement.copies(1, rank) for rank in range(7)] == [1] * 7
+    assert weight[1].shard(4) == (10, 12)
+    assert placement.groups == ((0, 1, 2, 3, 4, 5, 6), (0, 2, 3), (0, 2, 4), (1, 2, 5), (1, 2, 6))
+
+
+def test_a_cut_tensor_has_a_bucket_of_its_own() -> None:
+    buckets = make_buckets(UNCUT + CUT, bucket_bytes=10**6, num_slices=NUM_SLICES)
+    cut = [bucket for bucket in buckets if is_cut(bucket)]
+    assert sorted(bucket.pieces[0].tensor for bucket in cut) == sorted(tensor.name for tensor in CUT)
+    assert all(len(bucket.pieces) == 1 and bucket.num_slices == NUM_SLICES for bucket in cut)
+    assert {bucket.num_slices for bucket in buckets if not is_cut(bucket)} == {1}
+    fused = make_buckets(UNCUT + CUT, bucket_bytes=10**6)
+    assert len(fused) < len(buckets)
+    assert {bucket.num_slices for bucket in fused} == {1}
+
+
+def test_wrong_cuts_are_refused() -> None:
+    layout = [LogicalTensor("0.weight", (6, 2), "float32", 4, (0,), 0, is_cut=True)]
+    with pytest.raises(LayoutError, match=r"'0\.weight' has shape \(6, 2\).*make it a multiple of 4"):
+        make_buckets(layout, 100, num_slices=4)
+    plan = ParallelPlan((Pipeline((Stage((0, 1, 2, 3), (0, 1)),), 1),))
+    with pytest.raises(
+        PlanError, match=r"ranks \(0, 1, 2, 3\) has TP degree 4, but '0\.weight' is cut into 2"
+    ):
+        place(plan, make_buckets(layout, 100, num_slices=2))

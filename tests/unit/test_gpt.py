@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from malleus_ds.models import GPTConfig, ModelConfigError, gpt_layers, gpt_loss
-from malleus_ds.models.gpt import Block, CausalSelfAttention, Head, TokenEmbedding, tied_head
+from malleus_ds.models.common import TokenEmbedding, tied_head
+from malleus_ds.models.gpt import Block, CausalSelfAttention, Head
 
 CONFIG = GPTConfig(
     vocabulary_size=31, hidden_size=24, num_heads=3, num_blocks=2, sequence_length=10, dropout=0.0
@@ -172,7 +173,7 @@ def test_initialisation_has_the_standard_deviations_of_gpt2() -> None:
     config = replace(CONFIG, hidden_size=240, num_blocks=8)
     block, head = Block(config), Head(config)
     assert block.attention.query_key_value.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert head.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert head.projection.weight.std().item() == pytest.approx(0.02, rel=0.05)
     for residual in (block.attention.projection, block.mlp[2]):
         assert residual.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
         assert not residual.bias.any()
