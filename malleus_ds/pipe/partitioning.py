@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import TypeAlias
 
 from malleus_ds.model_profile import ModelProfile
@@ -111,8 +112,8 @@ def _explicit(
 def _boundaries(method: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
     """Boundaries from boundaries, or from ranges that follow each other."""
     entries = list(method)
-    if len(entries) > 1 and all(isinstance(entry, int) for entry in entries):
-        return [int(entry) for entry in entries if isinstance(entry, int)]
+    if len(entries) > 1 and all(isinstance(entry, Integral) for entry in entries):
+        return [int(entry) for entry in entries if isinstance(entry, Integral)]  # also numpy's
     ranges = [tuple(entry) for entry in entries if isinstance(entry, Sequence)]
     if not ranges or len(ranges) != len(entries) or any(len(entry) != 2 for entry in ranges):
         raise PlanError(
@@ -124,7 +125,7 @@ def _boundaries(method: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
                 f"partition_method {method!r}: a stage ends at {stop}, but the next begins at {start}; "
                 f"give each layer to one stage"
             )
-    return [ranges[0][0], *(stop for _, stop in ranges)]
+    return [int(ranges[0][0]), *(int(stop) for _, stop in ranges)]
 
 
 def balanced_boundaries(weights: Sequence[float], num_parts: int) -> list[int]:

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineError
-from torch import Tensor
+from torch import Tensor, nn
 
 from malleus_ds import MalleusPipelineEngine, MalleusPipelineModule, initialize
-from malleus_ds.models.gpt import gpt_layers, gpt_loss
+from malleus_ds.models import VocabParallelLoss, gpt_layers
+from malleus_ds.models.gpt import gpt_loss
 from malleus_ds.plan import ParallelPlan
 from tests.distributed.reference import (
     BASE_SEED,
@@ -47,13 +48,16 @@ class Shortened(Tokens):
         return tokens[:length], labels[:length]
 
 
-class Loss:
+class Loss(nn.Module):
     """Remembers its last value."""
 
-    last: Tensor | None = None
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.last: Tensor | None = None
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = gpt_loss(logits, labels)
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self.function(logits, labels)
         self.last = loss.detach()
         return loss
 
@@ -143,7 +147,7 @@ class TestSurface(DistributedTest):
             "steps_per_print": 1,
             "csv_monitor": monitor,
         }
-        module = Reporting(gpt_layers(gpt()), loss_fn=Loss(), plan=FIRST, base_seed=BASE_SEED)
+        module = Reporting(gpt_layers(gpt()), loss_fn=Loss(gpt_loss), plan=FIRST, base_seed=BASE_SEED)
         engine, optimizer, loader, scheduler = initialize(
             model=module, training_data=Tokens(), config=ds_config
         )
@@ -175,6 +179,23 @@ class TestSurface(DistributedTest):
             assert [int(step) for step, _ in rows[1:]] == [GLOBAL_BATCH * step for step in range(1, 5)]
             assert [float(loss) for _, loss in rows[1:]] == pytest.approx(expected, rel=1e-5)
             assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
+
+    def test_a_tensor_parallel_last_stage_counts_its_losses_once(self) -> None:
+        """Under a batch that changes; all ranks of the stage have the loss, and report it."""
+        layers = plan(([(2, 0, 5), ((0, 3), 5, 8)], 5), ([(1, 0, 8)], 3))
+        specs, counts = gpt_layers(gpt()), [8, 11, 4]
+        module = Reporting(specs, loss_fn=Loss(VocabParallelLoss()), plan=layers, base_seed=BASE_SEED)
+        engine, *_ = initialize(model=module, training_data=Tokens(), config=config(seed=BASE_SEED))
+        losses = []
+        for count in counts:
+            engine.set_train_batch_size(count * MICRO_BATCH_SIZE)
+            losses.append(engine.train_batch().item())
+            additional = engine.get_additional_losses()
+            assert additional is not None
+            assert additional["double"].item() == pytest.approx(2 * losses[-1], rel=1e-6)
+            assert additional["one"] == 1
+        expected = single_process(specs, VocabParallelLoss(), 3, counts).losses
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
     def test_loaders_batch_functions_and_shapes(self) -> None:
         """`set_dataloader`, `set_dataiterator`, `set_batch_fn` and lengths that change with each batch."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,7 +116,7 @@ def test_costs_may_be_a_profile_of_an_earlier_run() -> None:
     assert partition("profile", 2, ["x"] * 4, layer_costs=profile) == [0, 1, 4]
 
 
-@pytest.mark.parametrize("method", [[0, 1, 6], [(0, 1), (1, 6)], ([0, 1], [1, 6])])
+@pytest.mark.parametrize("method", [[0, 1, 6], [(0, 1), (1, 6)], ([0, 1], [1, 6]), list(np.array([0, 1, 6]))])
 def test_ranges_and_boundaries_are_taken_as_they_are(method: Any) -> None:
     assert num_stages_of(method) == 2
     assert partition(method, 2, ["x"] * 6) == [0, 1, 6]
