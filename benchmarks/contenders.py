@@ -20,7 +20,7 @@ from malleus_ds import MalleusPipelineEngine, MalleusPipelineModule
 from malleus_ds.config import RateEvent, parse_config
 from malleus_ds.data import VOCABULARY_SIZE, ByteTextDataset, PlanInvariantLoader, SampleOrder
 from malleus_ds.emulation import BACKWARD_TO_FORWARD, EmulatedDevice, layers_of
-from malleus_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from malleus_ds.models import GPTConfig, VocabParallelLoss, gpt_layers
 from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.plan import ParallelPlan
 
@@ -89,7 +89,7 @@ class Workload:
         return {
             "layers": gpt_layers(model),
             "num_stages": dist.get_world_size() // NUM_PIPELINES,
-            "loss_fn": gpt_loss,
+            "loss_fn": VocabParallelLoss(),
             "partition_method": "type:Block",
         }
 
@@ -164,20 +164,25 @@ class Ours(Contender):
         has_detector: bool = True,
         has_planner: bool = True,
         events: Sequence[RateEvent] = (),
+        plan: ParallelPlan | None = None,
+        **section: Any,
     ) -> None:
-        section = {
+        """plan: the first one, instead of equal pipelines; section: other keys of the config's ``malleus``."""
+        section |= {
             "detector": {"enabled": has_detector},
             "planner": {"enabled": has_planner},
             "emulation": workload.emulation(events),
         }
-        engine = make_engine(workload, section)
+        engine = make_engine(workload, section, plan)
         assert engine.device_emulation is not None, "the config emulates devices"
         super().__init__(engine, engine.device_emulation)
 
 
-def make_engine(workload: Workload, section: dict[str, Any]) -> MalleusPipelineEngine:
-    """An engine of ours; section: the config's ``malleus``. Collective."""
-    module = MalleusPipelineModule(**workload.module_arguments())
+def make_engine(
+    workload: Workload, section: dict[str, Any], plan: ParallelPlan | None = None
+) -> MalleusPipelineEngine:
+    """An engine of ours; section: the config's ``malleus``; plan: instead of equal pipelines. Collective."""
+    module = MalleusPipelineModule(**workload.module_arguments(), plan=plan)
     engine, _, _, _ = malleus_ds.initialize(
         model=module,
         model_parameters=list(module.parameters()),
