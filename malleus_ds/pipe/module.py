@@ -105,7 +105,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.plan, notes = run_together(first_plan, note=lambda chosen: (chosen.digest, self._layer_names()))
         require_equal("plans", [digest for digest, _ in notes], "give every rank the same plan")
         require_equal("layers", [", ".join(names) for _, names in notes], "give every rank the same layers")
-        self.num_replicas = nominal_replicas(self.plan)
+        self.num_replicas = self._first_replicas = nominal_replicas(self.plan)
         self.fwd_map: dict[str, int] = {}
         self.forward_funcs: list[Any] = []
         self.tied_modules = nn.ModuleDict()
@@ -173,17 +173,17 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         timeout: of the groups that are created from now on; num_slices: the largest TP degree of any plan.
         """
         self.num_slices = num_slices
-        self.num_replicas = nominal_replicas(plan)
+        self.num_replicas = self._first_replicas = nominal_replicas(plan)
         self.groups.timeout = timeout
         self._take_position(plan)
 
     def take_batch_of(self, plan: ParallelPlan) -> None:
         """Take the data shares of ``plan``, which has the same stages and another batch, during a job.
 
-        The nominal data-parallel size stays where the new batch divides by it.
+        The nominal data-parallel size is that of the start where the new batch divides by it.
         """
-        if plan.num_micro_batches % self.num_replicas:
-            self.num_replicas = nominal_replicas(plan)
+        is_whole = plan.num_micro_batches % self._first_replicas == 0
+        self.num_replicas = self._first_replicas if is_whole else 1
         self._take_position(plan)
 
     def rebuild(self, plan: ParallelPlan) -> dict[str, TensorSlot]:

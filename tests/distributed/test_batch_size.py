@@ -62,6 +62,7 @@ class TestExactness(DistributedTest):
                 engine.reconfigure(switched)
             engine.set_train_batch_size(count * MICRO_BATCH_SIZE)
             assert_sizes_agree(engine, count)
+            assert engine.dp_world_size == (1 if count % 2 else 2)  # pipelines at the start
             seen.append(list(engine.plan.data_shares))
             result = train(engine, 1)
             losses += result.losses

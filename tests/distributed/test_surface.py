@@ -107,6 +107,8 @@ def assert_place(engine: MalleusPipelineEngine, current: ParallelPlan) -> None:
     assert len(module.forward_funcs) == stop - start
     assert list(module.tied_modules) == []
     assert module.parts == module.partitions()
+    assert callable(module.compile)
+    assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())  # as without ZeRO-3
     if pipeline is not None:
         assert module.partitions() == list(pipeline.boundaries)
         assert [module.stage_owner(layer) for layer in range(start, stop)] == [stage_id] * (stop - start)
