@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from malleus_ds._initialize import initialize
+    from malleus_ds._install import install
     from malleus_ds.comm import init_distributed
     from malleus_ds.config import ConfigError, MalleusConfig
     from malleus_ds.pipe.engine import MalleusPipelineEngine
@@ -29,6 +30,7 @@ __all__ = [
     "Stage",
     "init_distributed",
     "initialize",
+    "install",
 ]
 
 
@@ -43,6 +45,8 @@ def __getattr__(name: str) -> Any:
             module = "malleus_ds.comm"
         case "initialize":
             module = "malleus_ds._initialize"
+        case "install":
+            module = "malleus_ds._install"
         case "MalleusPipelineModule":
             module = "malleus_ds.pipe.module"
         case "MalleusPipelineEngine":

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch.distributed as dist
+from deepspeed import initialize as initialize_stock  # bound here: `install` replaces the name
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
@@ -53,10 +53,11 @@ def initialize(
     """
     check_deepspeed_version()
     if not isinstance(model, MalleusPipelineModule):
-        return deepspeed.initialize(  # type: ignore[no-any-return]
+        port = {} if distributed_port is None else {"distributed_port": distributed_port}
+        return initialize_stock(  # type: ignore[no-any-return]
             args, model, optimizer, model_parameters, training_data, lr_scheduler,
             mpu=mpu, dist_init_required=dist_init_required, collate_fn=collate_fn, config=config,
-            mesh_param=mesh_param, config_params=config_params,
+            mesh_param=mesh_param, config_params=config_params, **port,
         )  # fmt: skip
     init_distributed(port=distributed_port)
     (ds_config, malleus_config), digests = run_together(
@@ -112,7 +113,10 @@ def _check_deepspeed_keys(config: dict[str, Any], optimizer: Any) -> None:
         raise ConfigError(f'zero_optimization is {zero!r}: give an object such as {{"stage": 1}}')
     stage = zero.get("stage", 0)
     if stage not in (0, 1):
-        raise ConfigError(f"zero_optimization.stage is {stage!r}: a pipeline runs with stage 0 or 1")
+        raise ConfigError(
+            f"zero_optimization.stage is {stage!r}: stages 2 and 3 would reduce gradients after every "
+            f"micro-batch of the pipeline; use 0 or 1"
+        )
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         value = config.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

@@ -140,12 +140,14 @@ class ControlLoop:
             self._plane.close()
 
     def _switch_together(self, step: int, plan: ParallelPlan, num_bytes: int) -> None:
-        """Receive the announced plan and switch to it, unless the user switched since it was made."""
+        """Receive the announced plan and switch to it, unless the user changed the plan or the batch since
+        it was made."""
         announcement = json.loads(self._plane.broadcast(self._announced or None, num_bytes))
         self._announced = b""
         new_plan = ParallelPlan.from_dict(announcement["plan"])
         if announcement["base"] != plan.digest:
-            self._note(step, "kept", reason="the announced plan was made for another one")
+            self._note(step, "kept", reason="the plan or the batch changed since the plan was announced")
+            self._count_shift_again()
             return
         try:
             cost = self._switch(new_plan)
@@ -219,8 +221,8 @@ class ControlLoop:
             self._try_later(step)
             return b""
         if self._submitted.plan_digest != plan.digest:
-            self._note(step, "kept", reason="the user switched while a plan was made")
-            self.estimator.accept(self._submitted.planned_rates)  # so that the shift counts again
+            self._note(step, "kept", reason="the plan or the batch changed while a plan was made")
+            self._count_shift_again()
             return b""
         current_s = answer.current_step_s
         gain = 1.0 if current_s is None else 1.0 - answer.step_s / current_s
@@ -230,11 +232,14 @@ class ControlLoop:
         announcement = {"base": plan.digest, "plan": answer.plan.to_dict()}
         return json.dumps(announcement).encode() if is_adopted else b""
 
-    def _try_later(self, step: int) -> None:
-        """The rates still ask for another plan: count the shift again, after a while."""
+    def _count_shift_again(self) -> None:
+        """The rates still ask for another plan."""
         if self._is_coordinator:
             self.estimator.accept(self._submitted.planned_rates)
-            self._quiet_until = step + _RETRY_STEPS
+
+    def _try_later(self, step: int) -> None:
+        self._count_shift_again()
+        self._quiet_until = step + _RETRY_STEPS
 
     def _note(self, step: int, kind: str, **details: Any) -> None:
         if not self._is_coordinator:

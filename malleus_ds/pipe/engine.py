@@ -6,7 +6,7 @@ import atexit
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
 from malleus_ds.migration.execute import MigrationReport, migrate
+from malleus_ds.pipe.additional_losses import AdditionalLosses, reports_losses
 from malleus_ds.pipe.agreement import (
     PeerLostError,
     SwitchFailedError,
@@ -34,8 +35,8 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
+from malleus_ds.pipe.batch_size import BatchSize
 from malleus_ds.pipe.control_loop import ControlLoop
-from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
@@ -60,7 +61,7 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(Evaluation):
+class MalleusPipelineEngine(BatchSize):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
@@ -79,11 +80,13 @@ class MalleusPipelineEngine(Evaluation):
         self._stale_iterator: Iterator[Any] | None = None
         self._next_micro_batch = 0
         self._micro_batch_totals: Tensor | None = None
+        self._additional_losses = AdditionalLosses()
         self.switches: list[SwitchReport] = []
         self._is_built = False
         super().__init__(*args, **kwargs)
         self._is_built = True
         self.clock = self.module.waits.clock = make_clock(self.device)
+        self._shares = self.plan.data_shares
         self.device_emulation: EmulatedDevice | None = None
         self._take_position()
         if malleus_config.emulation is not None:
@@ -117,6 +120,7 @@ class MalleusPipelineEngine(Evaluation):
             migration = migrate(self.optimizer, placement, slots, self._node_of)
             self.module.groups.trim(in_use)
         self._moved()
+        self._shares = self.plan.data_shares
         if not self._owns_data:
             # It was read for the old place: by first and last stages only, and another share of the data.
             self._stale_iterator = self.data_iterator or self._stale_iterator
@@ -237,7 +241,7 @@ class MalleusPipelineEngine(Evaluation):
         self.stage_id = self.grid.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.is_pipe_parallel = self.num_stages > 1
-        self.is_data_parallel = False  # nothing is averaged over equal stages: see `optimizer.step`
+        self.is_data_parallel = len(self.plan.pipelines) > 1
         self.micro_batches = self._micro_batch_range()[1] - self._micro_batch_range()[0]
         self.micro_batch_size = self.plan.micro_batch_size
         self._connect()
@@ -405,6 +409,12 @@ class MalleusPipelineEngine(Evaluation):
         """Tied copies are holders of one sync group: reduced with all others."""
 
     def _aggregate_total_loss(self) -> Tensor:
+        if reports_losses(self.module):
+            # The same on all ranks of a TP group.
+            own = self.total_additional_losses if self.grid.get_slice_parallel_rank() == 0 else None
+            self.agg_additional_losses = self._additional_losses.mean(
+                own, self.plan.num_micro_batches, self.device
+            )
         weight, loss = self.optimizer.totals
         mean: Tensor = loss / weight
         return mean.float()
@@ -415,11 +425,13 @@ class MalleusPipelineEngine(Evaluation):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    # -- not there yet -------------------------------------------------------------------------
+    def _start_timers(self, timer_names: Iterable[str]) -> None:
+        """Stages that send gradients back have started these timers before DeepSpeed's hook does so again,
+        which asserts under ``wall_clock_breakdown``."""
+        idle = [name for name in timer_names if not getattr(self.timers(name), "started_", False)]
+        super()._start_timers(idle)
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Not supported yet: it must re-split the micro-batches of all pipelines."""
-        raise NotImplementedError("malleus_ds does not change the batch size of a running job yet")
+    # -- not there yet -------------------------------------------------------------------------
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Not supported yet: DeepSpeed's format assumes equal stages."""
@@ -437,10 +449,10 @@ class MalleusPipelineEngine(Evaluation):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.SendActivation: Evaluation._exec_send_activations,
-        schedule.RecvActivation: Evaluation._exec_recv_activations,
-        schedule.SendGrad: Evaluation._exec_send_grads,
-        schedule.RecvGrad: Evaluation._exec_recv_grads,
+        schedule.SendActivation: BatchSize._exec_send_activations,
+        schedule.RecvActivation: BatchSize._exec_recv_activations,
+        schedule.SendGrad: BatchSize._exec_send_grads,
+        schedule.RecvGrad: BatchSize._exec_recv_grads,
     }
 
 

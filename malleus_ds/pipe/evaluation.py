@@ -34,8 +34,9 @@ class Evaluation(Messages):
         """Forward passes only, as in DeepSpeed: each pipeline pulls ``num_micro_batches`` (its own
         share by default) from ``data_iter``.
 
-        Returns the mean loss on every rank; with ``compute_loss=False`` the outputs, reduced as
-        asked, on last stages and None elsewhere. With ``return_logits`` a pair with the last outputs.
+        Returns the mean loss on every rank. With ``reduce_output=None`` the list of the pipeline's
+        losses, and with ``compute_loss=False`` its outputs, reduced as asked, on last stages and None
+        elsewhere. With ``return_logits`` a pair with the outputs of the last micro-batch.
         Outputs are what the rank's last layer returns: where the head is cut for tensor parallelism, this
         rank's part of the logits, ``[..., vocabulary / degree]``.
         """
@@ -63,10 +64,12 @@ class Evaluation(Messages):
             output = (totals[1] / totals[0]).float()
             if self.global_rank == 0 and self.monitor.enabled:
                 self.monitor.write_events([("Train/Samples/eval_loss", output.item(), self.global_samples)])
-        elif self.is_last_stage() and not self.is_standby:
-            output = self._reduce_outputs(
-                self.fwd_outputs, reduce=reduce_output, reduce_dp=False, micro_batches=count
-            )
+        if not compute_loss or reduce_output is None:
+            output = None
+            if self.is_last_stage() and not self.is_standby:
+                output = self._reduce_outputs(
+                    self.fwd_outputs, reduce=reduce_output, reduce_dp=False, micro_batches=count
+                )
         if not return_logits:
             return output
         logits, self.outputs = self.outputs, None

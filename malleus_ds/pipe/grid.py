@@ -88,6 +88,8 @@ class PlanGrid(PipelineParallelGrid):  # type: ignore[misc]
 
     def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
         """A rank of a stage of this pipeline: that at ``model``, by default this rank's place there."""
+        if self.is_standby:  # a pipeline of its own
+            return self.global_rank
         ranks = self.stages[stage_id].ranks
         index: int = coordinates.get("model", self.get_slice_parallel_rank())
         return ranks[min(index, len(ranks) - 1)]

@@ -21,10 +21,10 @@ from malleus_ds.emulation import layers_of
 from malleus_ds.pipe.agreement import require_equal, run_together
 from malleus_ds.pipe.build import build_without_data
 from malleus_ds.pipe.grid import PlanGrid, max_degree, nominal_replicas
+from malleus_ds.pipe.partitioning import LayerCosts, PartitionMethod, num_stages_of, partition_layers
 from malleus_ds.pipe.rng import layer_seed, preserved_rng, seed_generators
 from malleus_ds.placement import LayoutError, LogicalTensor
 from malleus_ds.placement.groups import GroupCache
-from malleus_ds.placement.partition import balanced_boundaries
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.plan.types import check_num_stages
 from malleus_ds.tensor_parallel import TensorParallelGroup, cut_layer
@@ -37,7 +37,8 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
 
     Takes the arguments of `deepspeed.pipe.PipelineModule`, and ``plan``. With no plan,
     ``num_stages`` (or a ``topology`` of ``pipe`` and ``data`` axes) gives equal pipelines, and
-    ``partition_method`` the layers of their stages. Every rank must be given the same layers.
+    ``partition_method`` the layers of their stages: a name of DeepSpeed's, or their boundaries, or
+    ``"profile"`` to balance the measured ``layer_costs``. Every rank must be given the same layers.
 
     Two things differ from the parent, so that training does not depend on the plan: each layer is
     always initialised from its own seed ``base_seed + layer``, and in training the random numbers
@@ -55,12 +56,13 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         seed_layers: bool = False,
         seed_fn: Callable[[int], None] | None = None,
         base_seed: int = 1234,
-        partition_method: str = "parameters",
+        partition_method: PartitionMethod = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
         plan: ParallelPlan | None = None,
+        layer_costs: LayerCosts | None = None,
     ) -> None:
         nn.Module.__init__(self)  # the parent's constructor builds a grid of equal stages
         self.loss_fn = loss_fn
@@ -95,15 +97,15 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         """True when the plan came from ``num_stages``: the config then gives the micro-batches."""
 
         def first_plan() -> ParallelPlan:
-            chosen = plan or self._equal_plan(num_stages, topology, partition_method)
+            chosen = plan or self._equal_plan(num_stages, topology, partition_method, layer_costs)
             self.num_slices = max_degree(chosen)  # `start_with` may raise it
             self.check(chosen)
             return chosen
 
         self.plan, notes = run_together(first_plan, note=lambda chosen: (chosen.digest, self._layer_names()))
         require_equal("plans", [digest for digest, _ in notes], "give every rank the same plan")
-        require_equal("layers", [names for _, names in notes], "give every rank the same layers")
-        self.num_replicas = nominal_replicas(self.plan)
+        require_equal("layers", [", ".join(names) for _, names in notes], "give every rank the same layers")
+        self.num_replicas = self._first_replicas = nominal_replicas(self.plan)
         self.fwd_map: dict[str, int] = {}
         self.forward_funcs: list[Any] = []
         self.tied_modules = nn.ModuleDict()
@@ -114,36 +116,29 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         run_together(self._build)
         self.to(get_accelerator().device_name(self.local_rank))
 
-    def _layer_names(self) -> str:
-        """Types or functions of all layers, for a comparison between ranks."""
-        names = []
-        for spec in self._layer_specs:
-            kind = spec.typename if isinstance(spec, LayerSpec) else type(spec)
-            names.append(kind.__name__)
-        return ", ".join(names)
+    def _layer_names(self) -> list[str]:
+        """Type or function of each layer, for a comparison between ranks."""
+        named = [spec.typename if isinstance(spec, LayerSpec) else spec for spec in self._layer_specs]
+        return [getattr(name, "__name__", type(name).__name__) for name in named]
 
-    def _equal_plan(self, num_stages: int | None, topology: Any, method: str) -> ParallelPlan:
+    def _equal_plan(
+        self, num_stages: int | None, topology: Any, method: PartitionMethod, costs: LayerCosts | None
+    ) -> ParallelPlan:
         if topology is not None:
             axes = set(topology.get_axis_names()) - {"pipe", "data"}
             if any(topology.get_dim(axis) > 1 for axis in axes):
                 raise PlanError(f"topology has the axes {sorted(axes)}: only pipe and data are supported")
             num_stages = topology.get_dim("pipe")
         if num_stages is None:
+            num_stages = num_stages_of(method)
+        if num_stages is None:
             raise PlanError("give num_stages, topology or plan")
         check_num_stages(num_stages, self.world_size)
-        boundaries = balanced_boundaries(self._layer_weights(method.lower()), num_stages)
+        with preserved_rng():  # counting parameters builds layers
+            boundaries = partition_layers(
+                method, num_stages, self._layer_names(), self._count_layer_params, costs
+            )
         return ParallelPlan.homogeneous(self._num_layers, self.world_size, num_stages, boundaries=boundaries)
-
-    def _layer_weights(self, method: str) -> list[float]:
-        if method == "uniform":
-            return [1.0] * self._num_layers
-        if method == "parameters":
-            with preserved_rng():
-                return [float(count) for count in self._count_layer_params()]
-        if method.startswith("type:"):
-            chosen = set(self._find_layer_type(method.removeprefix("type:")))
-            return [float(index in chosen) for index in range(self._num_layers)]
-        raise PlanError(f"partition_method {method!r}: use 'uniform', 'parameters' or 'type:REGEX'")
 
     def check(self, plan: ParallelPlan) -> None:
         """Raise `PlanError` unless this module can run under ``plan`` in this world."""
@@ -178,8 +173,17 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         timeout: of the groups that are created from now on; num_slices: the largest TP degree of any plan.
         """
         self.num_slices = num_slices
-        self.num_replicas = nominal_replicas(plan)
+        self.num_replicas = self._first_replicas = nominal_replicas(plan)
         self.groups.timeout = timeout
+        self._take_position(plan)
+
+    def take_batch_of(self, plan: ParallelPlan) -> None:
+        """Take the data shares of ``plan``, which has the same stages and another batch, during a job.
+
+        The nominal data-parallel size is that of the start where the new batch divides by it.
+        """
+        is_whole = plan.num_micro_batches % self._first_replicas == 0
+        self.num_replicas = self._first_replicas if is_whole else 1
         self._take_position(plan)
 
     def rebuild(self, plan: ParallelPlan) -> dict[str, TensorSlot]:

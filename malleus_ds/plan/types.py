@@ -91,6 +91,11 @@ class ParallelPlan:
         return sum(pipeline.num_micro_batches for pipeline in self.pipelines)
 
     @property
+    def data_shares(self) -> tuple[int, ...]:
+        """Micro-batches of each pipeline in one step."""
+        return tuple(pipeline.num_micro_batches for pipeline in self.pipelines)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one step."""
         return self.micro_batch_size * self.num_micro_batches

@@ -99,28 +99,38 @@ class Result:
     parameters: dict[str, Tensor]
 
 
-def single_process(specs: Sequence[Any], loss_fn: Any, num_steps: int) -> Result:
-    """Train ``specs`` in this process, on the same samples with the same dropout."""
+def single_process(
+    specs: Sequence[Any],
+    loss_fn: Any,
+    num_steps: int,
+    num_micro_batches: Sequence[int] | None = None,
+    data: Any = Tokens(),  # noqa: B008 - read only
+) -> Result:
+    """Train ``specs`` in this process, on the same samples with the same dropout.
+
+    num_micro_batches: of each step, where the batch size changes.
+    """
+    counts = [NUM_MICRO_BATCHES] * num_steps if num_micro_batches is None else num_micro_batches
     modules, functions = build_all(specs)
     named = dict(modules.named_parameters())
     trained = [parameter for parameter in named.values() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
-    data = Tokens()
     losses, norms = [], []
-    for step in range(num_steps):
+    position = 0
+    for step, count in enumerate(counts):
         for parameter in trained:  # as in ZeRO, a parameter without gradient in a step has a zero one
             parameter.grad = torch.zeros_like(parameter)
         total = 0.0
-        for index in range(NUM_MICRO_BATCHES):
-            first = (step * NUM_MICRO_BATCHES + index) * MICRO_BATCH_SIZE
-            samples = [data[first + offset] for offset in range(MICRO_BATCH_SIZE)]
+        for index in range(count):
+            samples = [data[position + offset] for offset in range(MICRO_BATCH_SIZE)]
+            position += MICRO_BATCH_SIZE
             value = torch.stack([tokens for tokens, _ in samples])
             for layer, function in enumerate(functions):
                 torch.manual_seed(layer_seed(BASE_SEED, step, index, layer))
                 value = function(value)
             loss = loss_fn(value, torch.stack([labels for _, labels in samples]))
-            (loss / NUM_MICRO_BATCHES).backward()
-            total += loss.item() / NUM_MICRO_BATCHES
+            (loss / count).backward()
+            total += loss.item() / count
         norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP_NORM)))
         optimizer.step()
         losses.append(total)
