@@ -14,11 +14,21 @@ from tests.distributed.reference import (
     Result,
     assert_same_training,
     config,
+    gather_parameters,
     gpt,
     make_engine,
     plan,
     single_process,
     train,
+)
+from tests.distributed.test_precision import (
+    DTYPES,
+    STEPS_PER_PLAN,
+    SameDtype,
+    allow_fp16,
+    assert_close_training,
+    train_along,
+    train_with_overflow,
 )
 from tests.harness import DistributedTest
 
@@ -104,3 +114,48 @@ class TestDegrees(DistributedTest):
         assert engine.eval_batch(iter([batch] * 5)).item() == pytest.approx(before, rel=1e-6)
         engine.reconfigure(PLANS["one_to_four_to_two"])
         assert engine.eval_batch(iter([batch] * 8)).item() == pytest.approx(before, rel=1e-5)
+
+
+class TestLowPrecision(DistributedTest):
+    """Against one process of the same precision; also partial sums of a group are then in it."""
+
+    world_size = 8
+    timeout_s = 240.0
+
+    @pytest.mark.parametrize(
+        ("precision", "tie_embeddings", "rtol"),
+        [("bf16", False, 1e-3), ("bf16", True, 5e-3), ("fp16", False, 1e-4)],
+    )
+    def test_switches_between_degrees(self, precision: str, tie_embeddings: bool, rtol: float) -> None:
+        allow_fp16()
+        specs = gpt_layers(gpt(tie_embeddings, num_heads=4))
+        num_steps = STEPS_PER_PLAN * len(PLANS)
+        is_scaled = precision == "fp16"
+        expected = SameDtype(specs, DTYPES[precision], 128.0 if is_scaled else 1.0).train(num_steps)
+        options = {"loss_scale": 128} if is_scaled else {}
+        ds_config = {**tp_config(), precision: {"enabled": True, **options}}
+        route = list(PLANS.values())
+        engine = make_engine(route[0], specs, VocabParallelLoss(), ds_config=ds_config)
+        actual = train_along(engine, route)
+        print(max(abs(a / e - 1) for a, e in zip(actual.losses, expected.losses)))
+        assert_close_training(actual, expected, rtol)
+
+    def test_an_overflow_on_one_rank_of_a_group_skips_the_step_everywhere(self) -> None:
+        allow_fp16()
+        ds_config = {**tp_config(), "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+        engine = make_engine(
+            PLANS["four_beside_two_one_one"],
+            gpt_layers(gpt(num_heads=4)),
+            VocabParallelLoss(),
+            ds_config=ds_config,
+        )
+        engine.train_batch()
+        engine.reconfigure(PLANS["one_to_four_to_two"])
+        before = gather_parameters(engine)
+        train_with_overflow(engine, rank=5)
+        after = gather_parameters(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert engine.skipped_steps == 1
+        assert engine.optimizer.loss_scale == 128
+        engine.train_batch()
+        assert engine.skipped_steps == 1
