@@ -23,6 +23,7 @@ from malleus_ds.pipe.build import build_without_data
 from malleus_ds.pipe.grid import PlanGrid, max_degree, nominal_replicas
 from malleus_ds.pipe.partitioning import LayerCosts, PartitionMethod, num_stages_of, partition_layers
 from malleus_ds.pipe.rng import layer_seed, preserved_rng, seed_generators
+from malleus_ds.pipe.topology import check_topology, plan_of_topology
 from malleus_ds.placement import LayoutError, LogicalTensor
 from malleus_ds.placement.groups import GroupCache
 from malleus_ds.plan import ParallelPlan, PlanError
@@ -36,7 +37,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
     """A pipeline of layers whose stages follow a `ParallelPlan`, which may change during the job.
 
     Takes the arguments of `deepspeed.pipe.PipelineModule`, and ``plan``. With no plan,
-    ``num_stages`` (or a ``topology`` of ``pipe`` and ``data`` axes) gives equal pipelines, and
+    ``num_stages`` (or a ``topology`` of ``pipe``, ``data`` and ``model`` axes) gives equal pipelines, and
     ``partition_method`` the layers of their stages: a name of DeepSpeed's, or their boundaries, or
     ``"profile"`` to balance the measured ``layer_costs``. Every rank must be given the same layers.
 
@@ -125,19 +126,20 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self, num_stages: int | None, topology: Any, method: PartitionMethod, costs: LayerCosts | None
     ) -> ParallelPlan:
         if topology is not None:
-            axes = set(topology.get_axis_names()) - {"pipe", "data"}
-            if any(topology.get_dim(axis) > 1 for axis in axes):
-                raise PlanError(f"topology has the axes {sorted(axes)}: only pipe and data are supported")
-            num_stages = topology.get_dim("pipe")
+            check_topology(topology, self.world_size)
+            num_stages = max(topology.get_dim("pipe"), 1)
         if num_stages is None:
             num_stages = num_stages_of(method)
         if num_stages is None:
             raise PlanError("give num_stages, topology or plan")
-        check_num_stages(num_stages, self.world_size)
+        if topology is None:
+            check_num_stages(num_stages, self.world_size)
         with preserved_rng():  # counting parameters builds layers
             boundaries = partition_layers(
                 method, num_stages, self._layer_names(), self._count_layer_params, costs
             )
+        if topology is not None:
+            return plan_of_topology(topology, boundaries)
         return ParallelPlan.homogeneous(self._num_layers, self.world_size, num_stages, boundaries=boundaries)
 
     def check(self, plan: ParallelPlan) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from malleus_ds.models import GPTConfig, LlamaConfig, VocabParallelLoss, gpt_layers, llama_layers
 from malleus_ds.plan import ParallelPlan, PlanError
@@ -26,7 +27,6 @@ from tests.distributed.test_precision import (
     STEPS_PER_PLAN,
     SameDtype,
     allow_fp16,
-    assert_close_training,
     train_along,
     train_with_overflow,
 )
@@ -82,6 +82,15 @@ class TestDegrees(DistributedTest):
             norms += part.norms
         assert_same_training(Result(losses, norms, part.parameters), expected)
 
+    def test_a_topology_with_a_model_axis(self) -> None:
+        specs = gpt_layers(gpt(num_heads=4))
+        expected = single_process(specs, VocabParallelLoss(), 1)
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+        ds_config = config(seed=BASE_SEED)
+        engine = make_engine(None, specs, VocabParallelLoss(), ds_config=ds_config, topology=topology)
+        assert {stage.degree for _, _, stage in engine.plan.stages()} == {2}
+        assert_same_training(train(engine, 1), expected)
+
     def test_activation_checkpointing_keeps_the_dropout(self) -> None:
         """A recomputation runs the group's collectives again, inside the backward pass."""
         specs = gpt_layers(gpt(num_heads=4))
@@ -124,21 +133,27 @@ class TestLowPrecision(DistributedTest):
 
     @pytest.mark.parametrize(
         ("precision", "tie_embeddings", "rtol"),
-        [("bf16", False, 1e-3), ("bf16", True, 5e-3), ("fp16", False, 1e-4)],
+        [("bf16", False, 1e-4), ("bf16", True, 5e-3), ("fp16", False, 1e-4)],
     )
     def test_switches_between_degrees(self, precision: str, tie_embeddings: bool, rtol: float) -> None:
         allow_fp16()
         specs = gpt_layers(gpt(tie_embeddings, num_heads=4))
         num_steps = STEPS_PER_PLAN * len(PLANS)
-        is_scaled = precision == "fp16"
-        expected = SameDtype(specs, DTYPES[precision], 128.0 if is_scaled else 1.0).train(num_steps)
-        options = {"loss_scale": 128} if is_scaled else {}
+        options, scale = ({"loss_scale": 128}, 128.0) if precision == "fp16" else ({}, 1.0)
+        expected = SameDtype(specs, DTYPES[precision], scale).train(num_steps)
         ds_config = {**tp_config(), precision: {"enabled": True, **options}}
         route = list(PLANS.values())
         engine = make_engine(route[0], specs, VocabParallelLoss(), ds_config=ds_config)
         actual = train_along(engine, route)
-        print(max(abs(a / e - 1) for a, e in zip(actual.losses, expected.losses)))
-        assert_close_training(actual, expected, rtol)
+        torch.testing.assert_close(actual.losses, expected.losses, rtol=rtol, atol=0)
+        torch.testing.assert_close(actual.norms, expected.norms, rtol=5e-3, atol=0)
+        # All together: a bias of keys, say, has no gradient but rounding, which Adam makes large.
+        names = sorted(expected.parameters)
+        mine, theirs = (
+            torch.cat([result.parameters[name].flatten().float() for name in names])
+            for result in (actual, expected)
+        )
+        assert (mine - theirs).norm() < 1e-2 * theirs.norm()
 
     def test_an_overflow_on_one_rank_of_a_group_skips_the_step_everywhere(self) -> None:
         allow_fp16()
