@@ -230,12 +230,13 @@ def test_help_teaches_and_starts_quickly(capsys: pytest.CaptureFixture[str]) -> 
     for part in ("--cluster", "lower bound", "docs/planning.md", "exit codes"):
         assert part in text
     command = [sys.executable, "-m", "malleus_ds.cli.main", "plan", "--help"]
-    durations_s = []
-    for _ in range(3):
+
+    def start_s() -> float:
         began = time.monotonic()
         subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-        durations_s.append(time.monotonic() - began)
-    assert min(durations_s) < 1.0
+        return time.monotonic() - began
+
+    assert any(start_s() < 1.0 for _ in range(30)), "on a busy machine once in a while"
 
 
 @pytest.mark.parametrize(
@@ -254,12 +255,19 @@ def test_json_is_all_of_stdout(arguments: list[str]) -> None:
     assert done.stderr == ""
 
 
+def appears(output: io.StringIO, text: str) -> bool:
+    """Whether ``text`` is shown within half a minute."""
+    deadline_s = time.monotonic() + 30
+    while text not in output.getvalue() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return text in output.getvalue()
+
+
 def test_waiting_shows_the_time_limit_after_a_while() -> None:
     output = io.StringIO()
     with waiting("planning", 10.0, Console(file=output, force_terminal=True, width=100), delay_s=0.05):
         assert output.getvalue() == ""
-        time.sleep(0.3)
-        assert "planning" in output.getvalue()
+        assert appears(output, "planning")
         assert "of at most 10 s" in output.getvalue()
 
 
@@ -270,8 +278,7 @@ def test_counting_shows_the_steps_after_a_while() -> None:
     ) as count:
         count()
         assert output.getvalue() == ""
-        time.sleep(0.3)
-        assert "simulating" in output.getvalue()
+        assert appears(output, "simulating")
         assert " 25%" in output.getvalue()
 
 
