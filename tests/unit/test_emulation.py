@@ -368,4 +368,5 @@ class TestStockEngine(DistributedTest):
         assert device.num_calls == NUM_STEPS * NUM_MICRO_BATCHES * 2 * num_emulated
         # Stage 0 takes 4 layers of 3 units per micro-batch, and once waits for the 2 layers of stage 1.
         expected_ms = 3 * LAYER_MS * (NUM_MICRO_BATCHES * 4 + 2)
-        assert step_s * 1e3 == pytest.approx(expected_ms, rel=0.25)  # one unit more or less is 1/18
+        # A busy machine makes it longer; shorter it can only be by what overlaps wrongly.
+        assert 0.98 * expected_ms <= step_s * 1e3 <= 1.25 * expected_ms
