@@ -402,8 +402,8 @@ class MalleusPipelineEngine(BatchSize):
                 self._running_engine_backward = False
 
     def _exec_reduce_grads(self) -> None:
-        self.finish_sends()
         self.optimizer.reduce_gradients()
+        self.finish_sends()
 
     def _exec_reduce_tied_grads(self) -> None:
         """Tied copies are holders of one sync group: reduced with all others."""
