@@ -33,8 +33,8 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
+from malleus_ds.pipe.checkpointing import Checkpointing
 from malleus_ds.pipe.control_loop import ControlLoop
-from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
@@ -58,7 +58,7 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(Evaluation):
+class MalleusPipelineEngine(Checkpointing):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
@@ -205,8 +205,11 @@ class MalleusPipelineEngine(Evaluation):
         if self.control_loop is not None:
             self.control_loop.close()
             self.control_loop = None
-        self.module.groups.close()
-        super().destroy()
+        try:
+            self.finish_saving()
+        finally:
+            self.module.groups.close()
+            super().destroy()
 
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
@@ -406,14 +409,6 @@ class MalleusPipelineEngine(Evaluation):
         """Not supported yet: it must re-split the micro-batches of all pipelines."""
         raise NotImplementedError("malleus_ds does not change the batch size of a running job yet")
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet: DeepSpeed's format assumes equal stages."""
-        raise NotImplementedError("malleus_ds does not write checkpoints yet")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet: DeepSpeed's format assumes equal stages."""
-        raise NotImplementedError("malleus_ds does not read checkpoints yet")
-
     # Everything else keeps DeepSpeed's meaning; the map must name the overrides, because the parent's
     # holds its own functions.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
@@ -422,10 +417,10 @@ class MalleusPipelineEngine(Evaluation):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.SendActivation: Evaluation._exec_send_activations,
-        schedule.RecvActivation: Evaluation._exec_recv_activations,
-        schedule.SendGrad: Evaluation._exec_send_grads,
-        schedule.RecvGrad: Evaluation._exec_recv_grads,
+        schedule.SendActivation: Checkpointing._exec_send_activations,
+        schedule.RecvActivation: Checkpointing._exec_recv_activations,
+        schedule.SendGrad: Checkpointing._exec_send_grads,
+        schedule.RecvGrad: Checkpointing._exec_recv_grads,
     }
 
 
