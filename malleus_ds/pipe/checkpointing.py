@@ -16,6 +16,7 @@ from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from malleus_ds.checkpoint.reading import IntervalReader, check_files, files_to_check
 from malleus_ds.checkpoint.restoring import Place, places, put_back
 from malleus_ds.pipe.agreement import require_equal, run_alike
+from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.pipe.resume import Wanted, check, put_back_scalars
 from malleus_ds.pipe.saving import Saving
 from malleus_ds.zero.state import GroupState
@@ -23,6 +24,8 @@ from malleus_ds.zero.state import GroupState
 
 class Checkpointing(Saving):
     """The part of `MalleusPipelineEngine` that saves and loads."""
+
+    control_loop: ControlLoop | None
 
     def load_checkpoint(
         self,
@@ -71,6 +74,8 @@ class Checkpointing(Saving):
         slots = self.module.slots()
         for storage in self.optimizer.storages.values():
             self.optimizer.bind(storage, slots)  # a layer may have replaced a buffer by one of its own
+        if self.control_loop is not None:
+            self.control_loop.jump()
         return str(directory), dict(manifest.client_state)
 
     def _read(
