@@ -15,7 +15,7 @@ from malleus_ds.checkpoint.manifest import file_from_dict, file_to_dict
 from malleus_ds.checkpoint.part_file import FileEntry
 
 _POLL_S = 0.05
-_EXIT_PATIENCE_S = 60.0
+_EXIT_PATIENCE_S = 10.0
 """For the other ranks' files, once the program has ended without `MalleusPipelineEngine.destroy`."""
 
 WritePart = Callable[[], FileEntry | None]
@@ -51,7 +51,7 @@ class BackgroundSave:
         return self._part_error
 
     def give_up(self) -> None:
-        """Another rank failed: do not wait for its file."""
+        """Another rank failed, or is lost: do not wait for its file."""
         self._gave_up.set()
 
     def wait(self) -> str | None:

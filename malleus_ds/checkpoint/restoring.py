@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +46,12 @@ def places(optimizer: MalleusZeroOptimizer, groups: Mapping[int, GroupState] | N
 
 def put_back(
     optimizer: MalleusZeroOptimizer,
-    values: Iterable[tuple[Place, Tensor]],
+    values: Sequence[tuple[Place, Tensor]],
     groups: Mapping[int, GroupState] | None,
 ) -> None:
     """Overwrite the state of this rank, parameters first. groups: as saved; None: parameters only, from
     which masters are made."""
-    ordered = list(values)
-    for place, tensor in ordered:
+    for place, tensor in values:
         if place.state == PARAMETER:
             _put_parameter(optimizer.storages[place.bucket], place.span, tensor)
     if groups is None:
@@ -61,7 +60,7 @@ def put_back(
         if storage.bucket.group is not None:
             for shard in storage.shards:
                 _renew_state(optimizer, shard, groups[storage.bucket.group])
-    for place, tensor in ordered:
+    for place, tensor in values:
         if place.shard is not None:
             storage = optimizer.storages[place.bucket]
             shard = storage.shards[place.shard]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from malleus_ds.checkpoint.reading import IntervalReader, check_files, files_to_check
 from malleus_ds.checkpoint.restoring import Place, places, put_back
-from malleus_ds.pipe.agreement import require_equal, run_alike
+from malleus_ds.pipe.agreement import require_equal, run_alike, run_together
 from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.pipe.resume import Wanted, check, put_back_scalars
 from malleus_ds.pipe.saving import Saving
@@ -69,14 +69,24 @@ class Checkpointing(Saving):
         if wanted.optimizer:
             groups = {i: GroupState(dict(e.states), dict(e.shared)) for i, e in enumerate(manifest.groups)}
         values, _ = run_alike(CheckpointError, lambda: self._read(directory, manifest, groups))
+        run_together(lambda: self._put_back(manifest, wanted, values, groups))
+        return str(directory), dict(manifest.client_state)
+
+    def _put_back(
+        self,
+        manifest: Manifest,
+        wanted: Wanted,
+        values: Sequence[tuple[Place, Tensor]],
+        groups: Mapping[int, GroupState] | None,
+    ) -> None:
+        slots = self.module.slots()
+        self.optimizer.collect(slots)  # layers may have replaced buffers, some of which may stay
         put_back_scalars(self, manifest, wanted)
         put_back(self.optimizer, values, groups)
-        slots = self.module.slots()
         for storage in self.optimizer.storages.values():
-            self.optimizer.bind(storage, slots)  # a layer may have replaced a buffer by one of its own
+            self.optimizer.bind(storage, slots)
         if self.control_loop is not None:
             self.control_loop.jump()
-        return str(directory), dict(manifest.client_state)
 
     def _read(
         self, directory: Path, manifest: Manifest, groups: Mapping[int, GroupState] | None

@@ -327,6 +327,8 @@ class MalleusPipelineEngine(Checkpointing):
     def _abandon(self) -> None:
         if self.control_loop is not None:
             self.control_loop.abandon()
+        if self._saving is not None:
+            self._saving.give_up()
 
     def _train_schedule(self) -> schedule.PipeSchedule:
         return StandbySchedule() if self.is_standby else super()._train_schedule()

@@ -17,7 +17,7 @@ from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest
 from malleus_ds.checkpoint.part_file import Content, FileEntry, write_part
 from malleus_ds.checkpoint.values import check_json
-from malleus_ds.pipe.agreement import require_equal, run_alike, run_together
+from malleus_ds.pipe.agreement import PeerLostError, require_equal, run_alike, run_together
 from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.pipe.resume import describe
 from malleus_ds.zero.state import GroupState, check_state, merge_group_states
@@ -81,7 +81,7 @@ class Saving(Evaluation):
         _, notes = run_alike(CheckpointError, lambda: self._check(order), note=lambda note: note)
         fix = "call save_checkpoint with the same arguments on every rank"
         require_equal("arguments of save_checkpoint", [digest for digest, _ in notes], fix)
-        contents, draft = self._take(order, [held for _, held in notes])
+        (contents, draft), _ = run_together(lambda: self._take(order, [held for _, held in notes]))
         _, directories = run_alike(CheckpointError, lambda: self._begin(order), note=lambda path: path)
         directory = directories[0]
 
@@ -101,7 +101,7 @@ class Saving(Evaluation):
         try:
             _, entries = run_alike(CheckpointError, write, note=lambda entry: entry)
             run_alike(CheckpointError, lambda: finish(entries))
-        except CheckpointError:
+        except Exception:
             self._discard(directory)
             raise
         return True
@@ -112,7 +112,11 @@ class Saving(Evaluation):
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        _, errors = run_together(saving.wait_for_part, note=lambda error: error)
+        try:
+            _, errors = run_together(saving.wait_for_part, note=lambda error: error)
+        except PeerLostError:
+            saving.give_up()
+            raise
         if any(errors):
             saving.give_up()
         _, more_errors = run_together(saving.wait, note=lambda error: error)

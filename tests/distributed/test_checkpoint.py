@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from malleus_ds import MalleusPipelineEngine
 from malleus_ds.checkpoint import CheckpointError
 from malleus_ds.checkpoint.disk import Disk
-from malleus_ds.models import VocabParallelLoss, gpt_layers
+from malleus_ds.models import GPTConfig, VocabParallelLoss, gpt_layers
+from malleus_ds.models.gpt import Block
 from malleus_ds.plan import ParallelPlan
 from tests.distributed.checkpoint_reference import (
     assert_same_state,
@@ -299,6 +300,14 @@ class Half(nn.Module):
         return hidden + self.linear(hidden) * self.frozen * self.mask
 
 
+class FrozenBlock(Block):
+    """Its weights are cut, but not trained."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.requires_grad_(False)
+
+
 class FullDisk(Disk):
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         raise OSError(28, "No space left on device")
@@ -307,9 +316,10 @@ class FullDisk(Disk):
 class TestOptions(DistributedTest):
     world_size = 4
 
-    def engine(self, tuned: bool = False, **malleus: Any) -> MalleusPipelineEngine:
+    def engine(self, **malleus: Any) -> MalleusPipelineEngine:
         specs = gpt_layers(gpt(num_heads=4))
         specs[3] = LayerSpec(Half)
+        specs[4] = LayerSpec(FrozenBlock, gpt(num_heads=4))
         return make_engine(TWO_AND_ONE_ONE, specs, VocabParallelLoss(), ds_config=ds_config(**malleus))
 
     def test_frozen_parameters_and_buffers_and_parts_of_a_checkpoint(self, tmp_path: Path) -> None:
@@ -320,7 +330,8 @@ class TestOptions(DistributedTest):
         engine.save_checkpoint(str(tmp_path), tag="tuned", exclude_frozen_parameters=True, save_latest=False)
         saved = {tensor["name"] for tensor in manifest_of(tmp_path / "all")["tensors"]}
         kept = {tensor["name"] for tensor in manifest_of(tmp_path / "tuned")["tensors"]}
-        assert saved - kept == {"3.frozen"}
+        assert "3.frozen" in saved - kept
+        assert all(name.startswith("4.") for name in saved - kept - {"3.frozen"})
         on_rank_0(lambda: assert_same_state(stored(tmp_path / "all", engine.optimizer.shapes), before))
 
         fresh = self.engine()
@@ -337,7 +348,9 @@ class TestOptions(DistributedTest):
         fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
         assert_same_state(gather_state(fresh), only_module)
         assert fresh.global_steps == 2
-        assert "it lacks 1 tensors ['3.frozen']" in load_error(fresh, str(tmp_path), tag="tuned")
+        assert "it lacks 13 tensors ['3.frozen', '4.attention" in load_error(
+            fresh, str(tmp_path), tag="tuned"
+        )
         fresh.load_checkpoint(str(tmp_path), tag="tuned", load_module_strict=False)
         assert_same_state(gather_state(fresh), before)
 
@@ -356,6 +369,15 @@ class TestOptions(DistributedTest):
         expected = steps(engine, 1)
         assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "second")
         torch.testing.assert_close(steps(engine, 1), expected, rtol=1e-5, atol=0)
+        engine.destroy()
+
+    def test_the_control_loop_goes_on_after_a_load(self, tmp_path: Path) -> None:
+        engine = self.engine(detector={"enabled": True, "control_plane": "gloo", "calibration_steps": 1})
+        steps(engine, 2)
+        engine.save_checkpoint(str(tmp_path))
+        expected = steps(engine, 2)
+        engine.load_checkpoint(str(tmp_path))
+        torch.testing.assert_close(steps(engine, 2), expected, rtol=1e-5, atol=0)
         engine.destroy()
 
     @pytest.mark.parametrize("async_save", [False, True])
