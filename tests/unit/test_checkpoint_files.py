@@ -80,6 +80,11 @@ def test_a_file_is_what_safetensors_reads_and_its_checksum_is_sha256sum(tmp_path
     for content in contents():
         assert read[content.interval.key].dtype == content.values.dtype
         assert torch.equal(read[content.interval.key], content.values)
+    header_size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + header_size])
+    for content in contents():
+        offset = 8 + header_size + header[content.interval.key]["data_offsets"][0]
+        assert offset % content.values.element_size() == 0, "aligned"
     assert entry.num_bytes == path.stat().st_size
     assert entry.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
