@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +58,10 @@ def put_back(
     if groups is None:
         return
     for storage in optimizer.storages.values():
-        if storage.bucket.group is not None:
+        group = storage.bucket.group
+        if group is not None:
             for shard in storage.shards:
-                _renew_state(optimizer, shard, groups[storage.bucket.group])
+                _renew_state(optimizer, optimizer.param_groups[group], shard, groups[group])
     for place, tensor in values:
         if place.shard is not None:
             storage = optimizer.storages[place.bucket]
@@ -78,12 +80,19 @@ def _put_parameter(storage: BucketStorage, span: Span, tensor: Tensor) -> None:
             shard.parameter.detach()[low - shard.start : high - shard.start].copy_(rounded)
 
 
-def _renew_state(optimizer: MalleusZeroOptimizer, shard: Shard, saved: GroupState) -> None:
+def _renew_state(
+    optimizer: MalleusZeroOptimizer, options: Mapping[str, Any], shard: Shard, saved: GroupState
+) -> None:
     """Zeros of the saved names and dtypes, and a copy of the shared values."""
     if shard.parameter is None:
         return
     optimizer.optimizer.state.pop(shard.parameter, None)
-    state = decode(saved.shared)
+    # As torch: step counts are on the host, but for these two.
+    on_device = options.get("fused") or options.get("capturable")
+    state = {
+        name: value.to(optimizer.device) if on_device and isinstance(value, Tensor) else value
+        for name, value in decode(saved.shared).items()
+    }
     for name, dtype in saved.dtypes.items():
         if name != MASTER:
             size, kind = shard.num_elements, getattr(torch, dtype)

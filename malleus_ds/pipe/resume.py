@@ -17,6 +17,8 @@ from malleus_ds.placement import LogicalTensor
 from malleus_ds.zero.state import GroupState
 
 _POSITION = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how to compute a step, not which one: the job's own stay."""
 _NUM_NAMES = 3
 """Tensors that a message names."""
 
@@ -119,7 +121,8 @@ def put_back_scalars(engine: Evaluation, manifest: Manifest, wanted: Wanted) -> 
         engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler.state))
     if wanted.optimizer:
         for group, entry in zip(engine.optimizer.param_groups, manifest.groups, strict=True):
-            group.update(decode(entry.options))
+            options = decode(entry.options).items()
+            group.update({name: value for name, value in options if name not in _IMPLEMENTATION})
         _put_back_scaler(engine.optimizer.loss_scaler, manifest.loss_scaler)
     if not wanted.position:
         return

@@ -31,7 +31,15 @@ from tests.distributed.checkpoint_reference import (
     num_data_bytes,
     stored,
 )
-from tests.distributed.reference import BASE_SEED, config, gather_parameters, gpt, make_engine, plan
+from tests.distributed.reference import (
+    BASE_SEED,
+    LEARNING_RATE,
+    config,
+    gather_parameters,
+    gpt,
+    make_engine,
+    plan,
+)
 from tests.harness import DistributedTest, RankPool, run_ranks
 from tests.strategies import legal_plans
 
@@ -329,11 +337,13 @@ class PausedDisk(Disk):
 class TestOptions(DistributedTest):
     world_size = 4
 
-    def engine(self, **malleus: Any) -> MalleusPipelineEngine:
+    def engine(self, optimizer: dict[str, Any] | None = None, **malleus: Any) -> MalleusPipelineEngine:
         specs = gpt_layers(gpt(num_heads=4))
         specs[3] = LayerSpec(Half)
         specs[4] = LayerSpec(FrozenBlock, gpt(num_heads=4))
-        return make_engine(TWO_AND_ONE_ONE, specs, VocabParallelLoss(), ds_config=ds_config(**malleus))
+        settings = ds_config(**malleus)
+        settings["optimizer"] = optimizer or settings["optimizer"]
+        return make_engine(TWO_AND_ONE_ONE, specs, VocabParallelLoss(), ds_config=settings)
 
     def test_frozen_parameters_and_buffers_and_parts_of_a_checkpoint(self, tmp_path: Path) -> None:
         engine = self.engine()
@@ -390,6 +400,19 @@ class TestOptions(DistributedTest):
         assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "second")
         torch.testing.assert_close(steps(engine, 1), expected, rtol=1e-5, atol=0)
         engine.destroy()
+
+    def test_the_job_says_how_a_step_is_computed(self, tmp_path: Path) -> None:
+        """Options of the optimizer that change its result come from the checkpoint, the others do not."""
+        engine = self.engine()
+        steps(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+        expected = steps(engine, 2)
+        params = {"lr": 0.5, "weight_decay": 0.3, "torch_adam": True, "fused": True}
+        other = self.engine(optimizer={"type": "AdamW", "params": params})
+        other.load_checkpoint(str(tmp_path))
+        (group,) = other.optimizer.param_groups
+        assert (group["lr"], group["fused"]) == (LEARNING_RATE, True)
+        torch.testing.assert_close(steps(other, 2), expected, rtol=1e-5, atol=0)
 
     def test_the_control_loop_goes_on_after_a_load(self, tmp_path: Path) -> None:
         engine = self.engine(detector={"enabled": True, "control_plane": "gloo", "calibration_steps": 1})
