@@ -117,6 +117,14 @@ class EmulationConfig(_Section):
     seed: int = Field(0, description="seed of the noise")
 
 
+class CheckpointConfig(_Section):
+    """Saving the training state."""
+
+    async_save: bool = Field(
+        False, description="copy the state to the host's memory and write it beside the next steps"
+    )
+
+
 class MalleusConfig(_Section):
     """The whole ``"malleus"`` section; every key may be left out."""
 
@@ -139,6 +147,7 @@ class MalleusConfig(_Section):
     detector: DetectorConfig = DetectorConfig()
     planner: PlannerConfig = PlannerConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     emulation: EmulationConfig | None = None
 
 

@@ -71,6 +71,25 @@ def run_together(
     return result, [other.value for other in reports]
 
 
+def run_alike(
+    kind: type[ValueError], action: Callable[[], Result], note: Callable[[Result], Any] = lambda result: None
+) -> tuple[Result, list[Any]]:
+    """`run_together`, but a `ValueError` or `OSError` on some rank is one and the same ``kind`` on all."""
+
+    def guarded() -> tuple[Any, Any, str | None]:
+        try:
+            result = action()
+            return result, note(result), None
+        except (ValueError, OSError) as error:
+            return None, None, str(error)
+
+    (result, _, _), reports = run_together(guarded, note=lambda report: report[1:])
+    for _, fault in reports:
+        if fault is not None:
+            raise kind(fault)
+    return result, [value for value, _ in reports]
+
+
 def require_equal(what: str, values: list[str], fix: str) -> None:
     """Raise `AgreementError` unless all ranks have the same value; names the ranks that differ."""
     different = [rank for rank, value in enumerate(values) if value != values[0]]

@@ -114,6 +114,10 @@ class ControlLoop:
         self._plane.start_exchange(replace(record, plan_bytes=len(self._announced)).pack())
         self._in_flight = True
 
+    def jump(self) -> None:
+        """The next step has another number than the last one plus one: a checkpoint was loaded."""
+        self._quiet_until = 0
+
     def abandon(self) -> None:
         """A peer is lost: what is in flight will never complete."""
         self._in_flight = False

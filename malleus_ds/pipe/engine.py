@@ -35,7 +35,7 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
-from malleus_ds.pipe.batch_size import BatchSize
+from malleus_ds.pipe.checkpointing import Checkpointing
 from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.measurement import Measurement
@@ -61,7 +61,7 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(BatchSize):
+class MalleusPipelineEngine(Checkpointing):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
@@ -219,8 +219,11 @@ class MalleusPipelineEngine(BatchSize):
         if self.control_loop is not None:
             self.control_loop.close()
             self.control_loop = None
-        self.module.groups.close()
-        super().destroy()
+        try:
+            self.finish_saving()
+        finally:
+            self.module.groups.close()
+            super().destroy()
 
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
@@ -343,6 +346,8 @@ class MalleusPipelineEngine(BatchSize):
     def _abandon(self) -> None:
         if self.control_loop is not None:
             self.control_loop.abandon()
+        if self._saving is not None:
+            self._saving.give_up()
 
     def _train_schedule(self) -> schedule.PipeSchedule:
         return StandbySchedule() if self.is_standby else super()._train_schedule()
@@ -433,14 +438,6 @@ class MalleusPipelineEngine(BatchSize):
 
     # -- not there yet -------------------------------------------------------------------------
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet: DeepSpeed's format assumes equal stages."""
-        raise NotImplementedError("malleus_ds does not write checkpoints yet")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported yet: DeepSpeed's format assumes equal stages."""
-        raise NotImplementedError("malleus_ds does not read checkpoints yet")
-
     # Everything else keeps DeepSpeed's meaning; the map must name the overrides, because the parent's
     # holds its own functions.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
@@ -449,10 +446,10 @@ class MalleusPipelineEngine(BatchSize):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.SendActivation: BatchSize._exec_send_activations,
-        schedule.RecvActivation: BatchSize._exec_recv_activations,
-        schedule.SendGrad: BatchSize._exec_send_grads,
-        schedule.RecvGrad: BatchSize._exec_recv_grads,
+        schedule.SendActivation: Checkpointing._exec_send_activations,
+        schedule.RecvActivation: Checkpointing._exec_recv_activations,
+        schedule.SendGrad: Checkpointing._exec_send_grads,
+        schedule.RecvGrad: Checkpointing._exec_recv_grads,
     }
 
 

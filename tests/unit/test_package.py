@@ -12,13 +12,21 @@ import pytest
 from pydantic import BaseModel
 
 import malleus_ds
-from malleus_ds.config import DetectorConfig, EmulationConfig, MalleusConfig, PlannerConfig, RateEvent
+from malleus_ds.config import (
+    CheckpointConfig,
+    DetectorConfig,
+    EmulationConfig,
+    MalleusConfig,
+    PlannerConfig,
+    RateEvent,
+)
 from tests.harness import REPOSITORY, run_command
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "malleus": MalleusConfig,
     "malleus.detector": DetectorConfig,
     "malleus.planner": PlannerConfig,
+    "malleus.checkpoint": CheckpointConfig,
     "malleus.emulation": EmulationConfig,
     "malleus.emulation.events": RateEvent,
 }

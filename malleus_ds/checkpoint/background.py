@@ -1,0 +1,93 @@
+"""Writing a checkpoint beside training. The threads of the ranks meet on the disk: collectives belong to
+the main thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from malleus_ds.checkpoint.disk import Disk
+from malleus_ds.checkpoint.errors import CheckpointError
+from malleus_ds.checkpoint.manifest import file_from_dict, file_to_dict
+from malleus_ds.checkpoint.part_file import FileEntry
+
+_POLL_S = 0.05
+_EXIT_PATIENCE_S = 10.0
+"""For the other ranks' files, once the program has ended without `MalleusPipelineEngine.destroy`."""
+
+WritePart = Callable[[], FileEntry | None]
+Commit = Callable[[Sequence[FileEntry | None]], None]
+
+
+class BackgroundSave:
+    """One save of one rank.
+
+    Each rank leaves a note in the directory when its file is there; when rank 0 has the notes of all, it
+    makes the checkpoint of them, so that it counts at once and not from the next save on.
+    """
+
+    def __init__(
+        self, disk: Disk, directory: Path, rank: int, world_size: int, write_part: WritePart, commit: Commit
+    ) -> None:
+        self.directory = directory
+        self._disk = disk
+        self._rank = rank
+        self._notes = [directory / f"rank_{other:05d}.json" for other in range(world_size)]
+        self._write_part = write_part
+        self._commit = commit
+        self._part_written = threading.Event()
+        self._gave_up = threading.Event()
+        self._part_error: str | None = None
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    def wait_for_part(self) -> str | None:
+        """Until this rank's file is written; what went wrong."""
+        self._part_written.wait()
+        return self._part_error
+
+    def give_up(self) -> None:
+        """Another rank failed, or is lost: do not wait for its file."""
+        self._gave_up.set()
+
+    def wait(self) -> str | None:
+        """Until all is done; what went wrong."""
+        self._thread.join()
+        return self._error
+
+    def _run(self) -> None:
+        try:
+            try:
+                entry = self._write_part()
+                note = None if entry is None else file_to_dict(entry)
+                self._disk.write_file(self._notes[self._rank], json.dumps(note).encode())
+            except Exception as error:
+                self._part_error = _describe(error)
+                raise
+            finally:
+                self._part_written.set()
+            if self._rank == 0:
+                self._commit(self._entries())
+        except Exception as error:
+            self._error = _describe(error)
+
+    def _entries(self) -> list[FileEntry | None]:
+        """The files of all ranks, once all are there; removes the notes."""
+        patience_s = _EXIT_PATIENCE_S
+        while not all(note.exists() for note in self._notes):
+            if self._gave_up.is_set() or patience_s <= 0:
+                raise CheckpointError(f"{self.directory}: another rank did not write its file")
+            time.sleep(_POLL_S)
+            patience_s -= 0.0 if threading.main_thread().is_alive() else _POLL_S
+        entries = [json.loads(note.read_bytes()) for note in self._notes]
+        for note in self._notes:
+            self._disk.remove(note)
+        return [None if entry is None else file_from_dict(entry) for entry in entries]
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
