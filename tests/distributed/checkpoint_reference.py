@@ -31,7 +31,9 @@ def held(engine: MalleusPipelineEngine) -> Pieces:
             size = piece.stop - piece.start
             own = [("parameter", storage.flat, storage.start, storage.start, storage.stop)]
             for shard in storage.shards:
-                state = engine.optimizer.state.get(shard.parameter, {})
+                state = dict(engine.optimizer.state.get(shard.parameter, {}))
+                if shard.parameter is not None and shard.parameter.dtype != storage.flat.dtype:
+                    state["master"] = shard.parameter
                 own += [
                     (name, value, shard.start, shard.start, shard.stop)
                     for name, value in state.items()

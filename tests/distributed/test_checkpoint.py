@@ -40,6 +40,7 @@ from tests.distributed.reference import (
     make_engine,
     plan,
 )
+from tests.distributed.test_precision import allow_fp16, train_with_overflow
 from tests.harness import DistributedTest, RankPool, run_ranks
 from tests.strategies import legal_plans
 
@@ -413,6 +414,31 @@ class TestOptions(DistributedTest):
         (group,) = other.optimizer.param_groups
         assert (group["lr"], group["fused"]) == (LEARNING_RATE, True)
         torch.testing.assert_close(steps(other, 2), expected, rtol=1e-5, atol=0)
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_masters_and_the_loss_scale(self, tmp_path: Path, precision: str) -> None:
+        """Saved under one plan, loaded under another by an engine that has trained otherwise."""
+        allow_fp16()
+        options: dict[str, Any] = {"enabled": True}
+        if precision == "fp16":
+            options |= {"initial_scale_power": 9, "hysteresis": 1}
+        settings = ds_config() | {precision: options}
+        specs = gpt_layers(gpt(num_heads=4))
+        engine = make_engine(TWO_AND_ONE_ONE, specs, VocabParallelLoss(), ds_config=settings)
+        steps(engine, 2)
+        if precision == "fp16":
+            train_with_overflow(engine, rank=1)
+            assert engine.optimizer.loss_scale == 256
+        engine.save_checkpoint(str(tmp_path))
+        saved, expected = gather_state(engine), steps(engine, 2)
+        assert any(state == "master" for state, _ in saved)
+        other = make_engine(FOUR, specs, VocabParallelLoss(), ds_config=settings)
+        steps(other, 3)
+        other.load_checkpoint(str(tmp_path))
+        assert_same_state(gather_state(other), saved)
+        assert other.optimizer.loss_scale == (256 if precision == "fp16" else 1.0)
+        assert other.skipped_steps == (precision == "fp16")
+        torch.testing.assert_close(steps(other, 2), expected, rtol=1e-3, atol=0)
 
     def test_the_control_loop_goes_on_after_a_load(self, tmp_path: Path) -> None:
         engine = self.engine(detector={"enabled": True, "control_plane": "gloo", "calibration_steps": 1})
