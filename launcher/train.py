@@ -29,7 +29,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="training steps, with those of a checkpoint (default: %(default)s)",
+    )
     parser.add_argument("--data", help="text file or folder (default: the sources of Python's library)")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
@@ -50,8 +55,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--measurements", metavar="FILE", help="append what is measured to FILE, as JSON lines"
     )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        help="go on from the latest checkpoint in DIR, and save there at the end",
+    )
+    parser.add_argument(
+        "--save_interval", type=int, metavar="N", help="also save to --checkpoints after every N steps"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     args: argparse.Namespace = deepspeed.add_config_arguments(parser).parse_args()
+    if args.save_interval is not None and (args.checkpoints is None or args.save_interval < 1):
+        parser.error(f"--save_interval {args.save_interval}: give at least 1, and --checkpoints DIR")
     return args
 
 
@@ -80,15 +95,22 @@ def build_engine(args: argparse.Namespace) -> malleus_ds.MalleusPipelineEngine:
     return engine
 
 
-def train(engine: malleus_ds.MalleusPipelineEngine, num_steps: int, writer: MeasurementWriter) -> None:
+def train(
+    engine: malleus_ds.MalleusPipelineEngine, args: argparse.Namespace, writer: MeasurementWriter
+) -> None:
     """Plain training steps; the engine re-plans and migrates by itself inside of ``train_batch``."""
+    if args.checkpoints is not None:
+        engine.load_checkpoint(args.checkpoints)
     loop = engine.control_loop
     is_speaker = engine.global_rank == 0
     num_told = 0
-    for step in range(num_steps):
+    for step in range(engine.global_steps, args.steps):
         began = time.perf_counter()
         loss = engine.train_batch().item()
         duration_s = time.perf_counter() - began
+        is_due = step + 1 == args.steps or (args.save_interval and (step + 1) % args.save_interval == 0)
+        if args.checkpoints is not None and is_due:
+            engine.save_checkpoint(args.checkpoints)
         if not is_speaker:
             continue
         print(f"step {step}: loss {loss:.4f}, {duration_s:.3f} s", flush=True)
@@ -115,7 +137,7 @@ def main() -> None:
     engine = build_engine(args)
     with MeasurementWriter(args.measurements if engine.global_rank == 0 else None) as writer:
         writer.write(Start(dist.get_world_size(), engine.plan.to_dict()))
-        train(engine, args.steps, writer)
+        train(engine, args, writer)
         writer.write(summary(engine))
     engine.destroy()
 

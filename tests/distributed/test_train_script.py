@@ -90,6 +90,30 @@ def test_same_losses_under_both_launchers_with_a_plan_and_alone(tmp_path: Path) 
     assert ParallelPlan.from_dict(start.plan) == plan
 
 
+def test_another_world_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Saved by four ranks, loaded by one: the losses are those of a job that never stopped."""
+    config = write_config(tmp_path)
+    alone = [sys.executable, str(SCRIPT), *SMALL_MODEL, "--num_stages", "1", "--deepspeed_config", config]
+    four = [*train_command("mpirun"), "--deepspeed_config", config]
+    kept = ["--checkpoints", str(tmp_path / "kept")]
+    runs = [
+        [*alone, "--steps", "4"],
+        [*four, "--steps", "2", *kept, "--save_interval", "1"],
+        [*alone, "--steps", "4", *kept],
+    ]
+    losses = []
+    for index, command in enumerate(runs):
+        path = tmp_path / f"{index}.jsonl"
+        done = run_command([*command, "--measurements", str(path)], timeout_s=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append({step.step: step.loss for step in read(path).steps})
+    whole, first, second = losses
+    assert (list(first), list(second)) == ([0, 1], [2, 3])
+    assert first | second == pytest.approx(whole, rel=1e-5)
+    tags = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert tags == {"latest", "global_step1", "global_step2", "global_step4"}
+
+
 @pytest.mark.parametrize(
     ("launcher", "section", "error"),
     [
