@@ -131,7 +131,6 @@ class MalleusPipelineEngine(Checkpointing):
 
     def _rebuild(self, placement: Placement) -> dict[str, TensorSlot]:
         """The module's tensors under ``placement``; when a rank cannot build its layers, all go back."""
-        old_plan = self.plan
 
         def build() -> dict[str, TensorSlot]:
             slots = self.module.rebuild(placement.plan)
@@ -145,11 +144,12 @@ class MalleusPipelineEngine(Checkpointing):
         except PeerLostError:
             raise
         except Exception as error:  # whatever a layer's constructor raises
-            slots, _ = run_together(lambda: self.module.rebuild(old_plan))
+            slots, _ = run_together(self.module.go_back)
             for storage in self.optimizer.storages.values():
                 self.optimizer.bind(storage, slots)
             self._moved()
             raise SwitchFailedError(f"the old plan stays: {error}") from error
+        self.module.forget()
         return slots
 
     def _cast_module(self) -> None:
@@ -193,10 +193,7 @@ class MalleusPipelineEngine(Checkpointing):
             relative_time = config.tensor_parallel.relative_time(1, self.module.num_slices)
             emulate = partial(self.device_emulation.attach, relative_time=relative_time)
         self.measurement = Measurement(self.module, self.clock, plane, config, self.device, emulate)
-        nodes = tuple(
-            tuple(rank for rank, node in self._node_of.items() if node == index)
-            for index in sorted(set(self._node_of.values()))
-        )
+        nodes = self._ranks_of_nodes()
 
         # Weak, so that an engine without references is freed.
         reference = weakref.ref(self)
@@ -222,11 +219,12 @@ class MalleusPipelineEngine(Checkpointing):
         try:
             self.finish_saving()
         finally:
-            self.module.groups.close()
+            self.module.close_groups()
             super().destroy()
 
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
+        self._check_nodes(plan)
         shape, own = (
             f"{p.num_micro_batches} micro-batches of {p.micro_batch_size} samples" for p in (plan, self.plan)
         )
@@ -292,6 +290,7 @@ class MalleusPipelineEngine(Checkpointing):
         layout = merge_layouts(all_described)
         self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes, self.module.num_slices)
         self._node_of = self._nodes()
+        self._check_nodes(self.plan)
         placement = place(self.plan, self._buckets)
         self.module.groups.ensure(placement.groups)
         self.optimizer = MalleusZeroOptimizer(
@@ -308,6 +307,16 @@ class MalleusPipelineEngine(Checkpointing):
     def _scheduler_from_config(self, optimizer: Any) -> Any:
         """Torch's LR schedulers take torch optimizers only; the groups are the same objects."""
         return super()._scheduler_from_config(self.basic_optimizer)
+
+    def _check_nodes(self, plan: ParallelPlan) -> None:
+        """Raise `PlanError` for a TP group that crosses a node."""
+        plan.validate(plan.num_layers, plan.world_size, nodes=self._ranks_of_nodes())
+
+    def _ranks_of_nodes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(rank for rank, node in self._node_of.items() if node == index)
+            for index in sorted(set(self._node_of.values()))
+        )
 
     def _nodes(self) -> dict[int, int]:
         """Node of each rank: from the config, else by host name."""

@@ -52,6 +52,7 @@ class Evaluation(Messages):
             with peer_errors("in eval_batch", self._abandon), torch.no_grad():
                 if not self.is_standby:
                     self._expect(count)
+                    self._forget_shapes()
                     self._exec_schedule(self._inference_schedule(count))
                     self.finish_sends()
                 dist.all_reduce(totals)  # also keeps the ranks of two evaluations in step

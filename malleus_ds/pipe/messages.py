@@ -19,7 +19,7 @@ class Messages(DataFeed):
     """The part of `MalleusPipelineEngine` that sends and receives activations and gradients.
 
     Shapes are sent with the first activation, and with each where the module has ``dynamic_shape``; those of
-    evaluation, where nothing has a gradient, apart from those of training.
+    evaluation, where nothing has a gradient, apart from those of training, and anew in each `eval_batch`.
     """
 
     pipe_buffers: dict[str, list[Any]]
@@ -39,8 +39,11 @@ class Messages(DataFeed):
             return None
         handle = self.grid.get_slice_parallel_group()
         ranks = self.grid.stages[neighbour].ranks
-        overlaps = self.malleus_config.overlap
-        return StageLink(self.grid.slice_group, ranks, handle, self.device, towards, back, overlaps)
+        # Under 1F1B, a neighbour has received what was sent before that, as what it sent in return is here.
+        max_sends = self.num_stages - self.stage_id + 1 if self.malleus_config.overlap else 0
+        # Elsewhere a wait with a timeout blocks the host, and a watchdog knows that of the group.
+        timeout = self.module.groups.timeout if dist.get_backend() == dist.Backend.GLOO else None
+        return StageLink(self.grid.slice_group, ranks, handle, self.device, towards, back, max_sends, timeout)
 
     def _expect(self, num_micro_batches: int) -> None:
         """Before a schedule runs: how many activations, and gradients, come in it."""
@@ -51,6 +54,11 @@ class Messages(DataFeed):
         super().reset_activation_shape()
         self._sent_metas: dict[bool, Metas] = {}
         self._received_metas: dict[bool, Metas] = {}
+
+    def _forget_shapes(self) -> None:
+        """Of evaluation: one may have other shapes than the last."""
+        self._sent_metas.pop(False, None)
+        self._received_metas.pop(False, None)
 
     def finish_sends(self) -> None:
         """Wait until neighbours have all that was sent."""

@@ -29,7 +29,7 @@ from malleus_ds.placement.groups import GroupCache
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.plan.types import check_num_stages
 from malleus_ds.tensor_parallel import TensorParallelGroup, cut_layer
-from malleus_ds.tensor_parallel.cuts import cut_degrees, set_group, whole_shape
+from malleus_ds.tensor_parallel.cuts import check_units, cut_degrees, set_group, whole_shape
 from malleus_ds.zero.binding import TensorSlot, tensor_slots
 
 
@@ -99,8 +99,8 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
 
         def first_plan() -> ParallelPlan:
             chosen = plan or self._equal_plan(num_stages, topology, partition_method, layer_costs)
+            chosen.validate(self._num_layers, self.world_size)
             self.num_slices = max_degree(chosen)  # `start_with` may raise it
-            self.check(chosen)
             return chosen
 
         self.plan, notes = run_together(first_plan, note=lambda chosen: (chosen.digest, self._layer_names()))
@@ -113,6 +113,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.tied_weight_attrs: dict[str, list[str]] = {}
         self.tied_comms: dict[str, Any] = {}  # ties are sync groups like all others
         self._modules_by_layer: dict[int, nn.Module] = {}
+        self._before: tuple[ParallelPlan, dict[int, nn.Module], dict[str, nn.Module]] | None = None
         self._take_position(self.plan)
         run_together(self._build)
         self.to(get_accelerator().device_name(self.local_rank))
@@ -172,12 +173,37 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
     def start_with(self, plan: ParallelPlan, timeout: timedelta, num_slices: int) -> None:
         """Take the data shares of ``plan``, which has the same stages. Collective over the world.
 
-        timeout: of the groups that are created from now on; num_slices: the largest TP degree of any plan.
+        timeout: of all groups of the module; num_slices: the largest TP degree of any plan.
         """
         self.num_slices = num_slices
+        run_together(self._check_cuts)
         self.num_replicas = self._first_replicas = nominal_replicas(plan)
-        self.groups.timeout = timeout
+        if timeout != self.groups.timeout:  # those that the constructor made wait too long, or too short
+            self.groups.close()
+            self.groups.timeout = timeout
         self._take_position(plan)
+        set_group(self, self.tensor_group)
+
+    def close_groups(self) -> None:
+        """Destroy the module's communicators. Collective over the world."""
+        self.groups.close()
+        if self.gradient_group is not None:
+            dist.destroy_process_group(self.gradient_group)
+            self.gradient_group = None
+
+    def _check_cuts(self) -> None:
+        """Raise `PlanError` or `TensorParallelError` for a layer that the largest degree cannot cut."""
+        for layer, module in self._modules_by_layer.items():
+            if module is self._layer_specs[layer]:
+                self._check_object(layer, module)
+        check_units(self, self.num_slices)
+
+    def _check_object(self, layer: int, module: nn.Module) -> None:
+        if self.num_slices > 1 and cut_degrees(module):
+            raise PlanError(
+                f"layer {layer} is a {type(module).__name__} object, which cannot be cut again for other "
+                f"TP degrees: give LayerSpec({type(module).__name__}, ...) instead"
+            )
 
     def take_batch_of(self, plan: ParallelPlan) -> None:
         """Take the data shares of ``plan``, which has the same stages and another batch, during a job.
@@ -192,8 +218,10 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         """Take the place that a new plan gives this rank. Collective over the world.
 
         Layers that stay keep their modules, layers that come are built without data (migration
-        brings it), layers that leave are dropped. Returns the tensors of the new layers.
+        brings it), layers that leave are dropped. Returns the tensors of the new layers. `go_back` undoes
+        it, until `forget`.
         """
+        self._before = (self.plan, dict(self._modules_by_layer), dict(self.tied_modules.items()))
         previous, cut = range(self._local_start, self._local_stop), self.tensor_group
         self._take_position(plan)
         current = range(self._local_start, self._local_stop)
@@ -204,6 +232,29 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
                 self._drop(layer, module)
         for key in [key for key, tied in self.tied_modules.items() if not is_cut_alike and cut_degrees(tied)]:
             del self.tied_modules[key]
+        return self._rebuilt()
+
+    def go_back(self) -> dict[str, TensorSlot]:
+        """Take the place of before `rebuild` again, with the same modules: a constructor that failed may
+        fail again. Collective over the world. Returns their tensors, some of which have lost their memory.
+        """
+        assert self._before is not None, "rebuild() comes before go_back()"
+        plan, modules, tied = self._before
+        self.forget()
+        for layer in self._modules_by_layer:
+            delattr(self, str(layer))
+        self._modules_by_layer = modules
+        for layer, module in modules.items():
+            self.add_module(str(layer), module)
+        self.tied_modules = nn.ModuleDict(tied)
+        self._take_position(plan)
+        return self._rebuilt()
+
+    def forget(self) -> None:
+        """Free the modules that the last `rebuild` dropped."""
+        self._before = None
+
+    def _rebuilt(self) -> dict[str, TensorSlot]:
         self._build(make=build_without_data)
         self.is_checkpointable_results_interval = None
         if self.activation_checkpoint_interval > 0:
@@ -245,11 +296,8 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             module = spec
             if isinstance(spec, LayerSpec):
                 module = self._seeded(layer, spec, make)
-            elif isinstance(spec, nn.Module) and self.num_slices > 1 and cut_degrees(spec):
-                raise PlanError(
-                    f"layer {layer} is a {type(spec).__name__} object, which cannot be cut again for other "
-                    f"TP degrees: give LayerSpec({type(spec).__name__}, ...) instead"
-                )
+            else:
+                self._check_object(layer, spec)
             self._modules_by_layer[layer] = module
             self.add_module(str(layer), module)
         return self._modules_by_layer[layer]

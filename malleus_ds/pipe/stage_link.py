@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,8 @@ class Metas:
                     f"a layer puts out {type(tensor).__name__}: between stages only a tensor or a tuple of "
                     f"tensors can be sent"
                 )
+            if tensor.dtype not in _DTYPES:
+                raise StageLinkError(f"a layer puts out {tensor.dtype}, which cannot be sent between stages")
         return cls(tuple(map(TensorMeta.of, tensors)), isinstance(value, tuple))
 
     def encode(self) -> Tensor:
@@ -97,8 +100,8 @@ class StageLink:
     """One side of the link between two stages of a pipeline; `send` and `receive` match in their order.
 
     All ranks of both stages call them in the order of their schedules, so each pair of ranks has one
-    agreed order of messages in each direction (design 4.8). A send does not wait, and what it sends is
-    kept until it has left; a receive can post the next one, which then comes in beside the computation.
+    agreed order of messages in each direction (design 4.8). A send waits for none but old ones, and what it
+    sends is kept until then; a receive can post the next one, which then comes in beside the computation.
     """
 
     def __init__(
@@ -109,11 +112,13 @@ class StageLink:
         device: torch.device,
         towards: dist.ProcessGroup | None = None,
         back: dist.ProcessGroup | None = None,
-        overlaps: bool = True,
+        max_sends: int = 1,
+        timeout: timedelta | None = None,
     ) -> None:
         """own, peer: ranks of the two stages; handle: group of the own ranks, None for one; towards,
         back: groups of all ranks that carry what goes to the peer and what comes from it (None: the
-        default one); overlaps: False to wait for each message."""
+        default one); max_sends: how many calls of `send` may be under way behind one, 0 to wait for each
+        message; timeout: of a message (None: that of its group)."""
         # A process group counts its members in ascending order.
         self._own, self._peer = sorted(own), sorted(peer)
         self._index = self._own.index(dist.get_rank())
@@ -121,9 +126,11 @@ class StageLink:
         self._handle = handle
         self._device = device
         self._towards, self._back = towards, back
-        self._overlaps = overlaps
+        self._max_sends = max_sends
+        self._timeout = () if timeout is None else (timeout,)
         self._posted: deque[_Arrival] = deque()
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: deque[list[tuple[dist.Work, Tensor]]] = deque([[]])
+        """By call of `send`, the last of which is still to come. Not every backend tells what has left."""
 
     def send_metas(self, metas: Metas) -> None:
         """Describe what is sent next."""
@@ -137,26 +144,27 @@ class StageLink:
         for peer in dict.fromkeys(peer for peer, _ in self._own_pieces()):
             # Each sender describes it; one is enough to know, but all messages must be taken.
             buffer = encoded if peer == first else torch.zeros_like(encoded)
-            dist.recv(buffer, peer, group=self._back)
+            self._irecv(buffer, peer).wait(*self._timeout)
         return Metas.decode(encoded)
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """This rank's pieces of each tensor."""
-        self._sends = [(work, part) for work, part in self._sends if not work.is_completed()]
         for tensor in tensors:
             flat = _as_wire(tensor.detach().contiguous().view(-1))
             for peer, piece in self._own_pieces():
                 part = flat[self._range(piece, flat.numel())]
                 if part.numel():
                     self._post(part, peer)
+        self._sends.append([])
+        self._finish(self._max_sends + 1)
 
     def receive(self, metas: Sequence[TensorMeta], more: bool = False) -> list[Tensor]:
         """The whole tensors, on every rank of the group. more: others of the same shapes follow."""
         arrivals = [self._posted.popleft() if self._posted else self._expect(meta) for meta in metas]
         for arrival in arrivals:
             for work in arrival.works:
-                work.wait()
-        if more and self._overlaps:
+                work.wait(*self._timeout)
+        if more and self._max_sends:
             self._posted.extend(map(self._expect, metas))
         return list(map(self._complete, arrivals))
 
@@ -170,10 +178,13 @@ class StageLink:
         for peer, piece in self._own_pieces():
             part = flat[self._range(piece, count)]
             if part.numel():
-                work = dist.irecv(part, peer, group=self._back)
-                assert work is not None, "this rank is in the group of all ranks"
-                arrival.works.append(work)
+                arrival.works.append(self._irecv(part, peer))
         return arrival
+
+    def _irecv(self, part: Tensor, peer: int) -> dist.Work:
+        work = dist.irecv(part, peer, group=self._back)
+        assert work is not None, "this rank is in the group of all ranks"
+        return work
 
     def _complete(self, arrival: _Arrival) -> Tensor:
         """Gather what the ranks of the group received."""
@@ -184,15 +195,20 @@ class StageLink:
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
+        self._finish(0)
+        self._sends.append([])
+
+    def _finish(self, num_left: int) -> None:
+        """Wait for all but the last calls."""
+        while len(self._sends) > num_left:
+            for work, _ in self._sends.popleft():
+                work.wait(*self._timeout)
 
     def _post(self, part: Tensor, peer: int) -> None:
         work = dist.isend(part, peer, group=self._towards)
         assert work is not None, "this rank is in the group of all ranks"
-        self._sends.append((work, part))
-        if not self._overlaps:
+        self._sends[-1].append((work, part))
+        if not self._max_sends:
             self.finish()
 
     def _own_pieces(self) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ class VocabParallelLoss(TensorParallelModule):
     """Mean cross entropy of a micro-batch, over the labels that are not ``ignore_index``; in fp32 at least.
 
     The ``loss_fn`` of models whose head is column-parallel over the vocabulary, at any degree. It has no
-    parameters; `cut_layer` gives it the TP group, as often as that changes. logits:
+    parameters; the engine gives it the TP group, as often as that changes. logits:
     ``[..., vocabulary / degree]``, this rank's part; labels: ``[...]`` ids in the whole vocabulary. The
     loss is the same on all ranks of the group.
     """

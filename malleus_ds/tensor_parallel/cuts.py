@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from malleus_ds.tensor_parallel.group import TensorParallelGroup
+from malleus_ds.tensor_parallel.group import TensorParallelError, TensorParallelGroup
 from malleus_ds.tensor_parallel.layers import TensorParallelModule
 
 
@@ -29,6 +29,18 @@ def whole_shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
     """Of all parameters, before the cut."""
     degrees = cut_degrees(layer)
     return tuple(whole_shape(parameter, degrees.get(id(parameter))) for parameter in layer.parameters())
+
+
+def check_units(layer: nn.Module, max_degree: int) -> None:
+    """Raise `TensorParallelError` unless the units of all modules can be cut for ``max_degree``."""
+    for module in layer.modules():
+        if isinstance(module, TensorParallelModule) and module.units is not None:
+            name, num_units = module.units
+            if num_units % max_degree:
+                raise TensorParallelError(
+                    f"{name} of a {type(module).__name__} is {num_units}, but the job allows TP groups of "
+                    f"{max_degree} ranks: give a multiple, or a smaller malleus.tensor_parallel.max_degree"
+                )
 
 
 def set_group(layer: nn.Module, group: TensorParallelGroup) -> None:

@@ -21,7 +21,7 @@ def part_dropout(values: Tensor, p: float, dim: int, group: TensorParallelGroup)
     seeds = torch.randint(torch.iinfo(torch.int64).max, (length * group.degree,), device="cpu")
     dropped = _dropped(values.movedim(dim, 0), p, seeds[group.part(len(seeds), "dim")].tolist())
     # Autograd saves this mask of one byte per value, and not the values.
-    return values.masked_fill(dropped.movedim(0, dim), 0.0) * (1 / (1 - p))
+    return values.masked_fill(dropped.movedim(0, dim), 0.0) * (1 / (1 - p) if p < 1 else 1.0)
 
 
 def _dropped(values: Tensor, p: float, seeds: list[int]) -> Tensor:

@@ -63,6 +63,7 @@ def cut_layer(layer: nn.Module, group: TensorParallelGroup) -> None:
         if whole not in parts:
             # A copy, so that the whole can be freed.
             parts[whole] = nn.Parameter(whole.detach()[part].clone(), requires_grad=whole.requires_grad)
+            parts[whole].__dict__.update(whole.__dict__)  # attributes of the user's
         setattr(module, name, parts[whole])
     for module in modules:
         module.group = group

@@ -103,6 +103,10 @@ def summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 class TestUserErrors(DistributedTest):
     world_size = 2
 
+    def test_a_plan_without_pipelines(self) -> None:
+        with pytest.raises(PlanError, match="the plan has no pipeline"):
+            make_engine(ParallelPlan(()))
+
     @pytest.mark.parametrize(
         ("changes", "match"),
         [

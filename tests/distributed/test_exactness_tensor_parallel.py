@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
 
 from malleus_ds.models import GPTConfig, LlamaConfig, VocabParallelLoss, gpt_layers, llama_layers
+from malleus_ds.pipe.agreement import AgreementError, PeerLostError, SwitchFailedError
 from malleus_ds.plan import ParallelPlan, PlanError
+from malleus_ds.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelError
 from tests.distributed.reference import (
     BASE_SEED,
     Result,
@@ -123,6 +129,102 @@ class TestDegrees(DistributedTest):
         assert engine.eval_batch(iter([batch] * 5)).item() == pytest.approx(before, rel=1e-6)
         engine.reconfigure(PLANS["one_to_four_to_two"])
         assert engine.eval_batch(iter([batch] * 8)).item() == pytest.approx(before, rel=1e-5)
+
+    def test_evaluations_of_different_shapes(self) -> None:
+        specs = gpt_layers(gpt(num_heads=4))
+        expected = single_process(specs, VocabParallelLoss(), 2)
+        engine = make_engine(PLANS["two_to_four"], specs, VocabParallelLoss(), ds_config=tp_config())
+        before = train(engine, 1)
+        for size, length in ((3, 6), (1, 8)):
+            tokens = torch.zeros(size, length, dtype=torch.int64)
+            assert engine.eval_batch(iter([(tokens, tokens)] * 2), num_micro_batches=2).isfinite()
+        after = train(engine, 1)
+        losses, norms = before.losses + after.losses, before.norms + after.norms
+        assert_same_training(Result(losses, norms, after.parameters), expected)
+
+    def test_a_layer_that_can_no_more_be_built_leaves_the_old_plan(self) -> None:
+        """Its old part cannot be built again either: the module of before must stay."""
+        specs = gpt_layers(gpt(num_heads=4))
+        specs[1] = LayerSpec(BuildsOnce, specs[1], 0)
+        plain = gpt_layers(gpt(num_heads=4))
+        expected = single_process(plain, VocabParallelLoss(), 2)
+        engine = make_engine(PLANS["two_to_four"], specs, VocabParallelLoss(), ds_config=tp_config())
+        losses = [engine.train_batch().item()]
+        BuildsOnce.is_broken = True
+        with pytest.raises(SwitchFailedError, match=r"the old plan stays: .*no such file"):
+            engine.reconfigure(PLANS["four_beside_two_one_one"])
+        assert engine.plan == PLANS["two_to_four"]
+        losses.append(engine.train_batch().item())
+        torch.testing.assert_close(losses, expected.losses, rtol=1e-5, atol=0)
+        BuildsOnce.is_broken = False
+        engine.reconfigure(PLANS["four_beside_two_one_one"])
+        after = gather_parameters(engine)
+        for name, tensor in expected.parameters.items():
+            name = name.replace("1.", "1.block.", 1) if name.startswith("1.") else name
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-5)
+
+
+class BuildsOnce(nn.Module):
+    """A block that one rank cannot build while `is_broken`."""
+
+    is_broken = False
+
+    def __init__(self, block: LayerSpec, rank: int) -> None:
+        super().__init__()
+        if self.is_broken and dist.get_rank() == rank:
+            raise FileNotFoundError("no such file")
+        self.block = block.build()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block(hidden)  # type: ignore[no-any-return]
+
+
+class TestWrongInput(DistributedTest):
+    """Refused at the start, on all ranks, and not at a later switch."""
+
+    world_size = 2
+
+    def test_a_module_object_with_parts_that_a_later_plan_may_cut(self) -> None:
+        specs = [ColumnParallelLinear(8, 8), RowParallelLinear(8, 8)]
+        with pytest.raises((PlanError, AgreementError), match=r"object, which cannot be cut again"):
+            make_engine(plan(([(0, 0, 1), (1, 1, 2)], 8)), specs, ds_config=tp_config())
+
+    def test_heads_that_the_largest_degree_does_not_divide(self) -> None:
+        specs = gpt_layers(gpt(num_heads=2))
+        with pytest.raises(TensorParallelError, match=r"num_heads .* is 2, but .* groups of 4"):
+            make_engine(plan(([(0, 0, 4), (1, 4, 8)], 8)), specs, ds_config=tp_config())
+
+    def test_a_group_that_crosses_a_node(self) -> None:
+        specs = gpt_layers(gpt(num_heads=4))
+        ds_config = tp_config(nodes=[[0], [1]])
+        crossing = plan(([((0, 1), 0, 8)], 8))
+        with pytest.raises(PlanError, match="must stay inside one node"):
+            make_engine(crossing, specs, VocabParallelLoss(), ds_config=ds_config)
+        first = plan(([(0, 0, 4), (1, 4, 8)], 8))
+        engine = make_engine(first, specs, VocabParallelLoss(), ds_config=ds_config)
+        with pytest.raises(PlanError, match="must stay inside one node"):
+            engine.reconfigure(crossing)
+        assert engine.plan == first
+
+
+class TestStuckPeer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stages", [[((0, 1), 0, 8)], [(1, 0, 4), (0, 4, 8)], [(0, 0, 4), (1, 4, 8)]])
+    def test_is_noticed_after_the_timeout_of_the_config(self, stages: list[Any]) -> None:
+        """In a TP group, and where a stage waits for activations or for gradients."""
+        specs = gpt_layers(gpt(num_heads=4))
+        engine = make_engine(
+            plan((stages, 8)), specs, VocabParallelLoss(), ds_config=config(seed=BASE_SEED, timeout_s=2.0)
+        )
+        engine.train_batch()
+        if dist.get_rank() == 0:
+            began_s = time.monotonic()
+            with pytest.raises(PeerLostError, match="lost a peer in step 1"):
+                engine.train_batch()
+            assert time.monotonic() - began_s < 7
+        else:
+            time.sleep(8)
 
 
 class TestLowPrecision(DistributedTest):

@@ -168,11 +168,13 @@ class TestLayers(DistributedTest):
             layer.cut(group)
 
 
-def test_frozen_parameters_stay_frozen() -> None:
+def test_frozen_and_marked_parameters_stay_so() -> None:
     layer = ColumnParallelLinear(4, 4)
     layer.weight.requires_grad_(False)
+    layer.weight.has_no_decay = True  # type: ignore[attr-defined]
     layer.cut(TensorParallelGroup())
     assert not layer.weight.requires_grad
+    assert layer.weight.has_no_decay
     assert layer.bias is not None
     assert layer.bias.requires_grad
 

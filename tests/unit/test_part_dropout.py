@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from malleus_ds.models.gpt import causal_attention
@@ -92,3 +92,8 @@ def test_attention_drops_weights_without_bias() -> None:
     draws = [causal_attention(query, key, value, 0.2, WHOLE) for _ in range(4000)]
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(torch.stack(draws).mean(dim=0), expected, rtol=0, atol=0.05)
+
+
+def test_all_may_be_dropped() -> None:
+    values = torch.ones(4, 2)
+    assert torch.equal(part_dropout(values, 1.0, 0, WHOLE), nn.functional.dropout(values, 1.0))
