@@ -163,12 +163,19 @@ def test_detector_bars(changes: dict[str, Any], broken: list[str]) -> None:
 
 
 def split(rate: float = 3.1, peer: float = 1.02, new_step_s: float = 1.1) -> dict[str, Any]:
-    """Measurements of `tensor_parallel`: a switch at the end of the eighth step, planned to take 1 s."""
+    """Measurements of `tensor_parallel`: a switch at the end of the eighth step. Healthy steps take 0.9 s, of
+    which the cost model knows 0.8 s."""
     rates = [1.0, peer, rate, 1.0]
     steps = [{"plan": "old", "duration_s": 3.0 if i >= 5 else 0.9, "ended": i == 7} for i in range(8)]
     steps += [{"plan": "new", "duration_s": new_step_s, "ended": False}] * 3
     planned = {"kind": "planned", "rates": rates, "step_s": 1.0, "lower_bound_s": 0.9}
-    return {"steps": steps, "events": [planned], "overrun_share": 0.0}
+    calibrated = {"kind": "calibrated", "profile": {"layers": [{"time_s": 0.05}, {"time_s": 0.15}]}}
+    return {
+        "steps": steps,
+        "events": [calibrated, planned],
+        "overrun_share": 0.0,
+        "num_micro_batches": 4,
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,7 +184,7 @@ def split(rate: float = 3.1, peer: float = 1.02, new_step_s: float = 1.1) -> dic
         ({}, []),
         ({"rate": 3.2}, ["error of its rate"]),
         ({"peer": 1.06}, ["largest rate of a peer"]),
-        ({"new_step_s": 1.2}, ["new step / planned step"]),
+        ({"new_step_s": 1.15}, ["new step / healthy step, against the lower bound"]),
     ],
 )
 def test_tensor_parallel_bars(changes: dict[str, Any], broken: list[str]) -> None:
