@@ -268,8 +268,8 @@ class MalleusPipelineEngine(Checkpointing):
             check_precision(self._config)
             list_parameters(model_parameters)
             check_parameters(model_parameters, self.module)
-            # A standby rank has no parameter, but torch's optimizers refuse an empty list.
-            parameters = model_parameters or [nn.Parameter(torch.zeros(1))]
+            # Torch's optimizers refuse an empty list.
+            parameters = model_parameters or list(self.module.parameters())
             if client_optimizer is None:
                 return self._configure_basic_optimizer(parameters)  # type: ignore[no-any-return]
             is_instance = isinstance(client_optimizer, torch.optim.Optimizer)

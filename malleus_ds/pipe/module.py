@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -113,6 +114,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.tied_weight_attrs: dict[str, list[str]] = {}
         self.tied_comms: dict[str, Any] = {}  # ties are sync groups like all others
         self._modules_by_layer: dict[int, nn.Module] = {}
+        self._placeholders = [nn.Parameter(torch.zeros(0))]  # in a list: not one of the model's
         self._before: tuple[ParallelPlan, dict[int, nn.Module], dict[str, nn.Module]] | None = None
         self._take_position(self.plan)
         run_together(self._build)
@@ -289,7 +291,7 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             self.forward_funcs.append(function)
         set_group(self, self.tensor_group)
         for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False  # DeepSpeed's optimizers ask for it
+            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined] # DeepSpeed asks for it
 
     def _own_module(self, layer: int, spec: Any, make: Callable[[LayerSpec], nn.Module]) -> nn.Module:
         if layer not in self._modules_by_layer:
@@ -332,6 +334,14 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
             parameter.nbytes * degrees.get(id(parameter), self.num_slices) // self.num_slices
             for parameter in layer.parameters()
         )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the local layers; an empty one where there are none, as on standby ranks: torch's
+        optimizers refuse an empty list, and a user makes one on every rank."""
+        own = iter(super().parameters(recurse))
+        first = next(own, None)
+        yield self._placeholders[0] if first is None else first
+        yield from own
 
     def local_layers(self) -> dict[int, nn.Module]:
         """The modules of this rank's layers by layer index, in execution order; functions left out."""

@@ -468,6 +468,23 @@ class TestOddities(DistributedTest):
         assert trained
         assert not any(torch.equal(start[name], end[name]) for name in trained)
 
+    def test_an_optimizer_of_the_users_also_on_standby_ranks(self) -> None:
+        """Made on every rank alike; rank 3 has no layer at first."""
+        expected = single_process(gpt_layers(gpt()), gpt_loss, 4)
+        ds_config = config(seed=BASE_SEED)
+        del ds_config["optimizer"]
+        module = MalleusPipelineModule(
+            gpt_layers(gpt()), loss_fn=gpt_loss, plan=TWO_AND_ONE, base_seed=BASE_SEED
+        )
+        optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+        engine, *_ = initialize(model=module, optimizer=optimizer, training_data=Tokens(), config=ds_config)
+        before = train(engine, 2)
+        engine.reconfigure(ONE_AND_THREE)
+        after = train(engine, 2)
+        assert engine.basic_optimizer is optimizer
+        losses, norms = before.losses + after.losses, before.norms + after.norms
+        assert_same_training(Result(losses, norms, after.parameters), expected)
+
     def test_a_tensor_of_two_layers_is_refused(self) -> None:
         shared = nn.Linear(16, 16)
         first, *blocks, head = gpt_layers(gpt())
