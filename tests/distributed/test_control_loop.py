@@ -18,8 +18,8 @@ SLOW_FROM, SLOW_UNTIL = 6, 20
 NUM_STEPS = 40
 
 
-def emulated(rate: float, layer_ms: float = 5.0, **planner: Any) -> dict[str, Any]:
-    """6 blocks that cost the same, one rank slow for a while."""
+def emulated(rate: float, layer_ms: float = 5.0, end_weight: float = 0.0, **planner: Any) -> dict[str, Any]:
+    """6 blocks that cost the same, one rank slow for a while. end_weight: of the first and last layer."""
     return config(
         seed=BASE_SEED,
         # Wide, so that what else a busy machine does is not a straggler.
@@ -27,7 +27,7 @@ def emulated(rate: float, layer_ms: float = 5.0, **planner: Any) -> dict[str, An
         planner=planner,
         emulation={
             "layer_ms": layer_ms,
-            "layer_weights": [0, 1, 1, 1, 1, 1, 1, 0],
+            "layer_weights": [end_weight, 1, 1, 1, 1, 1, 1, end_weight],
             "events": [
                 {"step": SLOW_FROM, "rank": SLOW_RANK, "rate": rate},
                 {"step": SLOW_UNTIL, "rank": SLOW_RANK, "rate": 1.0},
@@ -55,7 +55,9 @@ class TestControlLoop(DistributedTest):
 
     def test_a_very_slow_device_stands_by_and_comes_back(self) -> None:
         expected = single_process(gpt_layers(gpt()), gpt_loss, NUM_STEPS)
-        engine = make_engine(None, num_stages=2, partition_method="type:Block", ds_config=emulated(12.0))
+        # With a layer that costs nothing, a plan could use the slow device as well as leave it out.
+        ds_config = emulated(12.0, end_weight=1.0)
+        engine = make_engine(None, num_stages=2, partition_method="type:Block", ds_config=ds_config)
         losses, standby, events = run(engine, NUM_STEPS)
         torch.testing.assert_close(losses, expected.losses, rtol=1e-5, atol=0)
         shifts = [event for event in events if event.kind == "shift"]

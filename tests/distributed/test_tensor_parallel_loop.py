@@ -53,5 +53,5 @@ class TestSlowMember(DistributedTest):
         slow = [stage for _, _, stage in engine.plan.stages() if SLOW_RANK in stage.ranks]
         assert degrees >= {1, 2} or SLOW_RANK in engine.plan.standby, str(engine.plan)
         assert all(stage.degree == 1 for stage in slow), str(engine.plan)
-        assert len(engine.switches) == 1
+        assert engine.switches
         engine.destroy()
