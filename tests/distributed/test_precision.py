@@ -37,7 +37,7 @@ from tests.distributed.reference import (
     single_process,
     train,
 )
-from tests.distributed.test_engine import Odd
+from tests.distributed.test_special_layers import Odd
 from tests.harness import DistributedTest
 
 TWO_AND_ONE = plan(([(2, 0, 5), (0, 5, 8)], 5), ([(1, 0, 8)], 3), standby=(3,))
