@@ -123,6 +123,9 @@ class CheckpointConfig(_Section):
     async_save: bool = Field(
         False, description="copy the state to the host's memory and write it beside the next steps"
     )
+    timeout_s: PositiveFloat = Field(
+        1800.0, description="a save in the background that takes longer than this has failed"
+    )
 
 
 class MalleusConfig(_Section):

@@ -26,13 +26,22 @@ class BackgroundSave:
     """One save of one rank.
 
     Each rank leaves a note in the directory when its file is there; when rank 0 has the notes of all, it
-    makes the checkpoint of them, so that it counts at once and not from the next save on.
+    makes the checkpoint of them, so that it counts at once and not from the next save on. After
+    ``timeout_s`` from its begin a save counts as failed: a disk may never answer.
     """
 
     def __init__(
-        self, disk: Disk, directory: Path, rank: int, world_size: int, write_part: WritePart, commit: Commit
+        self,
+        disk: Disk,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        write_part: WritePart,
+        commit: Commit,
+        timeout_s: float,
     ) -> None:
         self.directory = directory
+        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
         self._disk = disk
         self._rank = rank
         self._notes = [directory / f"rank_{other:05d}.json" for other in range(world_size)]
@@ -47,7 +56,8 @@ class BackgroundSave:
 
     def wait_for_part(self) -> str | None:
         """Until this rank's file is written; what went wrong."""
-        self._part_written.wait()
+        if not self._part_written.wait(self._left_s()):
+            return self._too_late("was not written")
         return self._part_error
 
     def give_up(self) -> None:
@@ -56,8 +66,24 @@ class BackgroundSave:
 
     def wait(self) -> str | None:
         """Until all is done; what went wrong."""
-        self._thread.join()
+        self._thread.join(self._left_s())
+        if self._thread.is_alive():
+            return self._too_late("was not finished")
         return self._error
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing writes any more."""
+        return not self._thread.is_alive()
+
+    def _left_s(self) -> float:
+        return max(self._deadline_s - time.monotonic(), 0.0)
+
+    def _too_late(self, what: str) -> str:
+        return (
+            f"{self.directory}: rank {self._rank}'s part {what} within {self._timeout_s:g} s: use a faster "
+            f"disk, or raise malleus.checkpoint.timeout_s"
+        )
 
     def _run(self) -> None:
         try:
@@ -79,7 +105,7 @@ class BackgroundSave:
         """The files of all ranks, once all are there; removes the notes."""
         patience_s = _EXIT_PATIENCE_S
         while not all(note.exists() for note in self._notes):
-            if self._gave_up.is_set() or patience_s <= 0:
+            if self._gave_up.is_set() or min(patience_s, self._left_s()) <= 0:
                 raise CheckpointError(f"{self.directory}: another rank did not write its file")
             time.sleep(_POLL_S)
             patience_s -= 0.0 if threading.main_thread().is_alive() else _POLL_S

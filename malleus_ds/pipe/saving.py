@@ -96,7 +96,10 @@ class Saving(BatchSize):
                 commit(self._disk, directory, order.tag, manifest, save_latest)
 
         if order.is_async:
-            self._saving = BackgroundSave(self._disk, directory, self.global_rank, len(notes), write, finish)
+            limit_s = self.malleus_config.checkpoint.timeout_s
+            self._saving = BackgroundSave(
+                self._disk, directory, self.global_rank, len(notes), write, finish, limit_s
+            )
             return True
         try:
             _, entries = run_alike(CheckpointError, write, note=lambda entry: entry)
@@ -122,7 +125,8 @@ class Saving(BatchSize):
         _, more_errors = run_together(saving.wait, note=lambda error: error)
         for error in (*errors, *more_errors):
             if error is not None:
-                self._discard(saving.directory)
+                if saving.is_over:  # else the disk may never answer; the next save of the tag tidies up
+                    self._discard(saving.directory)
                 raise CheckpointError(f"the save in the background failed: {error}")
 
     def _begin(self, order: _Order) -> Path | None:

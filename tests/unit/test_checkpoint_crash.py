@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,8 +201,17 @@ class FullDisk(Disk):
         raise OSError(28, "No space left on device")
 
 
+class StuckDisk(Disk):
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        assert self.answers.wait(60)
+        super().write(file, data)
+
+
 class TestBackground:
-    def start(self, folder: Path, disks: list[Disk]) -> list[BackgroundSave]:
+    def start(self, folder: Path, disks: list[Disk], timeout_s: float = 60.0) -> list[BackgroundSave]:
         directory = begin(Disk(), folder, "tag")
 
         def finish(entries: object) -> None:
@@ -210,9 +220,11 @@ class TestBackground:
 
         def background(rank: int, disk: Disk) -> BackgroundSave:
             path = directory / f"rank_{rank:05d}.safetensors"
-            return BackgroundSave(
-                disk, directory, rank, len(disks), lambda: write_part(disk, path, part(rank, 5.0)), finish
-            )
+
+            def write() -> FileEntry:
+                return write_part(disk, path, part(rank, 5.0))
+
+            return BackgroundSave(disk, directory, rank, len(disks), write, finish, timeout_s)
 
         return [background(rank, disk) for rank, disk in enumerate(disks)]
 
@@ -257,3 +269,13 @@ def test_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 def test_files_round_trip_through_the_manifest(tmp_path: Path) -> None:
     entry = write_part(Disk(), tmp_path / "rank_00000.safetensors", part(0, 1.0))
     assert file_from_dict(json.loads(json.dumps(file_to_dict(entry)))) == entry
+
+    def test_a_disk_that_does_not_answer_is_not_waited_for_for_ever(self, tmp_path: Path) -> None:
+        disk = StuckDisk()
+        saves = self.start(tmp_path, [Disk(), disk], timeout_s=0.5)
+        error = saves[1].wait_for_part()
+        assert "rank 1's part was not written within 0.5 s" in str(error)
+        assert "malleus.checkpoint.timeout_s" in str(error)
+        assert "another rank" in str(saves[0].wait())
+        assert [save.is_over for save in saves] == [True, False]
+        disk.answers.set()
