@@ -27,6 +27,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "malleus.detector": DetectorConfig,
     "malleus.planner": PlannerConfig,
     "malleus.checkpoint": CheckpointConfig,
+    "malleus.redundancy": RedundancyConfig,
     "malleus.emulation": EmulationConfig,
     "malleus.emulation.events": RateEvent,
 }
