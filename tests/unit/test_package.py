@@ -19,6 +19,7 @@ from malleus_ds.config import (
     MalleusConfig,
     PlannerConfig,
     RateEvent,
+    RedundancyConfig,
 )
 from tests.harness import REPOSITORY, run_command
 
