@@ -99,8 +99,7 @@ def train(
     engine: malleus_ds.MalleusPipelineEngine, args: argparse.Namespace, writer: MeasurementWriter
 ) -> None:
     """Plain training steps; the engine re-plans and migrates by itself inside of ``train_batch``."""
-    if args.checkpoints is not None:
-        engine.resume(args.checkpoints)
+    engine.resume(args.checkpoints)
     loop = engine.control_loop
     is_speaker = engine.global_rank == 0
     num_told = 0

@@ -70,7 +70,11 @@ class Checkpointing(Saving):
             groups = {i: GroupState(dict(e.states), dict(e.shared)) for i, e in enumerate(manifest.groups)}
         values, _ = run_alike(CheckpointError, lambda: self._read(directory, manifest, groups))
         run_together(lambda: self._put_back(manifest, wanted, values, groups))
+        self._loaded()
         return str(directory), dict(manifest.client_state)
+
+    def _loaded(self) -> None:
+        """The state is that of a checkpoint, on all ranks."""
 
     def _put_back(
         self,

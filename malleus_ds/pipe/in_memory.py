@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -84,41 +85,27 @@ class InMemory(Checkpointing):
         whole generation that is not older than the newest checkpoint in ``load_dir``; else this checkpoint,
         if any. The log says which, and why. Raises as `load_checkpoint` does.
         """
-        keeper, reason = self._keeper, "malleus.redundancy is not enabled"
+        keeper, reason = self._keeper, ""
         if keeper is not None:
             self.finish_saving()
             self._end_keeping()
             (generation, reason), saved_step = self._look(keeper, load_dir)
             if generation is not None and saved_step > generation.step:
-                reason = (
-                    f"the checkpoint is newer: of step {saved_step}, the memory's of step {generation.step}"
-                    f"{reason and f' ({reason})'}"
-                )
+                steps = f"memory is whole as of step {generation.step}, the checkpoint of {saved_step}"
+                reason = f"{steps}; {reason}" if reason else steps
             elif generation is not None:
                 try:
                     self._restore(keeper, generation)
                 except RedundancyError as error:
                     reason = str(error)
                 else:
-                    what = f"going on from memory after {generation.step} steps, without a checkpoint"
-                    self._say(what, reason)
+                    self._say(f"from memory after {generation.step} steps, without a checkpoint", reason)
                     return Resumed("memory", generation.step, reason=reason)
         path, client_state = (None, None) if load_dir is None else self.load_checkpoint(load_dir)
-        if path is None:
-            self._say("starting anew: there is no checkpoint, and the memory is not used", reason)
-            return Resumed("nothing", self.global_steps, reason=reason)
-        self._say(f"going on from the checkpoint {path}, and not from memory", reason)
-        return Resumed("checkpoint", self.global_steps, path, client_state or {}, reason)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """As `Checkpointing.load_checkpoint`; what the memory held is of another past, and forgotten."""
-        self._end_keeping()
-        path, client_state = super().load_checkpoint(*args, **kwargs)
-        if path is not None and self._keeper is not None:
-            self._keeper.forget()
-        return path, client_state
-
-    load_checkpoint.__doc__ = Checkpointing.load_checkpoint.__doc__
+        source: Literal["checkpoint", "nothing"] = "nothing" if path is None else "checkpoint"
+        if keeper is not None:
+            self._say(f"from {'the start' if path is None else path}, and not from memory", reason)
+        return Resumed(source, self.global_steps, path, client_state or {}, reason)
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -144,10 +131,12 @@ class InMemory(Checkpointing):
             return
         if keeper.arrangement is None or keeper.arrangement.plan != self.plan.digest:
             self._arrange(keeper)
+        began = time.perf_counter()
         draft = replace(describe(self, group_states(self.optimizer), {}, ()), tensors=())
         keeper.start(
             self.global_steps, self._contents(), self._model_digest, lambda: draft.to_json().decode()
         )
+        keeper.cost = replace(keeper.cost, start_s=keeper.cost.start_s + time.perf_counter() - began)
 
     def _contents(self) -> list[Content]:
         """This rank's share. Forward passes may change buffers, so those are copied now."""
@@ -193,6 +182,14 @@ class InMemory(Checkpointing):
         """Before the state changes."""
         if self._keeper is not None:
             self._keeper.wait()
+
+    def _put_back(self, *args: Any) -> None:
+        self._end_keeping()
+        super()._put_back(*args)
+
+    def _loaded(self) -> None:
+        if self._keeper is not None:
+            self._keeper.forget()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         self._end_keeping()
@@ -259,7 +256,7 @@ class InMemory(Checkpointing):
 
     def _say(self, what: str, reason: str) -> None:
         if self.global_rank == 0:
-            logger.warning(f"resume: {what}" + (f": {reason}" if reason else ""))
+            logger.warning(f"resume: going on {what}" + (f": {reason}" if reason else ""))
 
 
 def memory_directory(configured: str | None) -> Path:

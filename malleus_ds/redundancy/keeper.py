@@ -29,8 +29,9 @@ class RedundancyCost:
     """What redundancy takes of this rank.
 
     own_bytes, copy_bytes: of one generation, of this rank's share and of the copies that it keeps;
-    held_bytes: of all generations, in this host's memory; start_s, wait_s: in all steps so far, by which the
-    training waited; background_s: for which copying went on beside it.
+    held_bytes: of all generations, in this host's memory; start_s, wait_s: for which training waited, at the
+    end of a step and before the optimizer's, in all steps so far (but not for what ranks agree on under a new
+    plan); background_s: for which copying went on beside training.
     """
 
     num_generations: int = 0
@@ -122,7 +123,6 @@ class Keeper:
 
         model: digest of the logical tensors; manifest: called in the background.
         """
-        began = time.perf_counter()
         arrangement = self.arrangement
         assert arrangement is not None, "arrange() comes first"
         if self._num_started == 1:  # this run's first generation is complete everywhere
@@ -147,12 +147,10 @@ class Keeper:
 
             share = Share(ordered, num_bytes, header, slot.own, arrangement.partners[self._rank])
         self._copying = Copying(share, slot.copies, self.group, self._timeout, self._device)
-        own_bytes = 0 if share is None else share.num_bytes
         self.cost = replace(
             self.cost,
             num_generations=self.cost.num_generations + 1,
-            own_bytes=own_bytes,
-            start_s=self.cost.start_s + time.perf_counter() - began,
+            own_bytes=0 if share is None else share.num_bytes,
         )
 
     def wait(self, patience_s: float | None = None) -> None:
