@@ -30,7 +30,7 @@ from malleus_ds.pipe.checkpointing import Checkpointing, open_checkpoint
 from malleus_ds.pipe.resume import Wanted, check, describe
 from malleus_ds.redundancy.errors import RedundancyError
 from malleus_ds.redundancy.gathering import fetch, locate
-from malleus_ds.redundancy.keeper import Arrangement, Keeper, RedundancyCost
+from malleus_ds.redundancy.keeper import Arrangement, Keeper, RedundancyCost, check_room
 from malleus_ds.redundancy.part import PartHeader
 from malleus_ds.redundancy.survey import RUN_PREFIX, Generation, listing, newest, parts
 from malleus_ds.zero.state import GroupState, check_state, merge_group_states
@@ -170,7 +170,7 @@ class InMemory(Checkpointing):
         )
         node = self._node_of[self.global_rank]
         neighbours = [rank for rank, other in self._node_of.items() if other == node]
-        run_alike(RedundancyError, lambda: keeper.check_room(arrangement, neighbours))
+        run_alike(RedundancyError, lambda: check_room(keeper.directory, keeper.host, arrangement, neighbours))
         if keeper.arrangement is None and len(set(self._node_of.values())) == 1 and self.global_rank == 0:
             logger.warning(
                 "malleus.redundancy: all ranks are on one node, so there is no second copy: the memory "

@@ -80,7 +80,7 @@ class Arrangement:
 
 @dataclass
 class _Slot:
-    """The parts of one generation on this rank, by the rank whose they are."""
+    """The parts of one generation on this rank; copies: by the rank whose share it is."""
 
     own: Part | None = None
     copies: dict[int, Part] = field(default_factory=dict)
@@ -185,28 +185,6 @@ class Keeper:
             if header.step != step:
                 Part(stem).remove()
 
-    def check_room(self, arrangement: Arrangement, neighbours: Sequence[int]) -> None:
-        """Raise `RedundancyError` unless this host's memory can hold what its ranks will keep.
-
-        neighbours: all ranks of this node.
-        """
-        needed = NUM_GENERATIONS * sum(arrangement.generation_bytes(rank) for rank in neighbours)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            used = sum(path.stat().st_size for path in self.directory.glob(f"{RUN_PREFIX}*/*.bin"))
-            free = shutil.disk_usage(self.directory).free
-        except OSError as error:
-            raise RedundancyError(
-                f"malleus.redundancy.directory is {str(self.directory)!r} on {self.host}: {error.strerror}; "
-                f"give a directory in memory that can be written"
-            ) from error
-        if needed > free + used:
-            raise RedundancyError(
-                f"malleus.redundancy.directory is {str(self.directory)!r} on {self.host}: has room for "
-                f"{free + used} bytes, but {NUM_GENERATIONS} generations of {len(neighbours)} ranks take "
-                f"{needed}: give it more memory, or disable malleus.redundancy"
-            )
-
     def close(self) -> None:
         """Free the process group, on all ranks; the memory keeps what it has."""
         self.wait()
@@ -244,3 +222,25 @@ class Keeper:
             if path.name not in but:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(path)
+
+
+def check_room(directory: Path, host: str, arrangement: Arrangement, neighbours: Sequence[int]) -> None:
+    """Raise `RedundancyError` unless a host's memory can hold what its ranks will keep.
+
+    neighbours: all ranks of this node.
+    """
+    where = f"malleus.redundancy.directory is {str(directory)!r} on {host}"
+    needed = NUM_GENERATIONS * sum(arrangement.generation_bytes(rank) for rank in neighbours)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        used = sum(path.stat().st_size for path in directory.glob(f"{RUN_PREFIX}*/*.bin"))
+        room = shutil.disk_usage(directory).free + used
+    except OSError as error:
+        raise RedundancyError(
+            f"{where}: {error.strerror}; give a directory in memory that can be written"
+        ) from error
+    if needed > room:
+        raise RedundancyError(
+            f"{where}: has room for {room} bytes, but {NUM_GENERATIONS} generations of {len(neighbours)} "
+            f"ranks take {needed}: give it more memory, or disable malleus.redundancy"
+        )

@@ -17,7 +17,7 @@ from malleus_ds.config import ConfigError, parse_config
 from malleus_ds.pipe.in_memory import memory_directory
 from malleus_ds.redundancy.errors import RedundancyError
 from malleus_ds.redundancy.gathering import locate
-from malleus_ds.redundancy.keeper import Arrangement
+from malleus_ds.redundancy.keeper import Arrangement, check_room
 from malleus_ds.redundancy.part import Part, PartHeader, lay_out, map_part, read_header
 from malleus_ds.redundancy.partners import copy_ranks
 from malleus_ds.redundancy.survey import Generation, listing, newest
@@ -152,3 +152,12 @@ def test_what_a_rank_keeps() -> None:
     assert arrangement.partners == (2, None, 0, 1)
     assert arrangement.hosts == (("a", "b"), (), ("b", "a"), ("b", "a"))
     assert [arrangement.generation_bytes(rank) for rank in range(4)] == [40, 20, 40, 20]
+
+
+def test_a_memory_that_is_too_small_is_known_before_the_first_copy(tmp_path: Path) -> None:
+    arrangement = Arrangement.make("plan", "run-1", [10**18, 10**18], ["a", "b"], {0: 0, 1: 1})
+    directory = tmp_path / "memory"
+    message = rf"directory is '{directory}' on a: has room for .* take {4 * 10**18}"
+    with pytest.raises(RedundancyError, match=message):
+        check_room(directory, "a", arrangement, [0])
+    check_room(directory, "a", Arrangement.make("plan", "run-1", [5, 5], ["a", "b"], {0: 0, 1: 1}), [0])
