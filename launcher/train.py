@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoints",
         metavar="DIR",
-        help="go on from the latest checkpoint in DIR, and save there at the end",
+        help="go on from the latest checkpoint in DIR, or from memory, and save there at the end",
     )
     parser.add_argument(
         "--save_interval", type=int, metavar="N", help="also save to --checkpoints after every N steps"
@@ -99,8 +99,7 @@ def train(
     engine: malleus_ds.MalleusPipelineEngine, args: argparse.Namespace, writer: MeasurementWriter
 ) -> None:
     """Plain training steps; the engine re-plans and migrates by itself inside of ``train_batch``."""
-    if args.checkpoints is not None:
-        engine.load_checkpoint(args.checkpoints)
+    engine.resume(args.checkpoints)
     loop = engine.control_loop
     is_speaker = engine.global_rank == 0
     num_told = 0

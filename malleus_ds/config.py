@@ -128,6 +128,22 @@ class CheckpointConfig(_Section):
     )
 
 
+class RedundancyConfig(_Section):
+    """A second copy of the training state in the memory of another node."""
+
+    enabled: bool = Field(
+        False, description="keep each rank's share of the state in its host's memory and on another node"
+    )
+    interval_steps: Annotated[int, Field(ge=1)] = Field(
+        1, description="steps between two generations of copies; so many steps may be repeated after a loss"
+    )
+    directory: str | None = Field(
+        None,
+        description="directory in each host's memory (tmpfs), of this job alone; null: that of "
+        "MALLEUS_MEMORY_DIR",
+    )
+
+
 class MalleusConfig(_Section):
     """The whole ``"malleus"`` section; every key may be left out."""
 
@@ -151,6 +167,7 @@ class MalleusConfig(_Section):
     planner: PlannerConfig = PlannerConfig()
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    redundancy: RedundancyConfig = RedundancyConfig()
     emulation: EmulationConfig | None = None
 
 

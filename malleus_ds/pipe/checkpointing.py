@@ -47,7 +47,7 @@ class Checkpointing(Saving):
             raise CheckpointError("custom_load_fn: a pipeline engine does not take one, in DeepSpeed neither")
         found, notes = run_alike(
             CheckpointError,
-            lambda: _open(load_dir, tag),
+            lambda: open_checkpoint(load_dir, tag),
             note=lambda found: "none" if found is None else f"{found[0].name} ({found[2]})",
         )
         require_equal("checkpoints", notes, "give every rank the same tag, in a directory that all share")
@@ -70,7 +70,11 @@ class Checkpointing(Saving):
             groups = {i: GroupState(dict(e.states), dict(e.shared)) for i, e in enumerate(manifest.groups)}
         values, _ = run_alike(CheckpointError, lambda: self._read(directory, manifest, groups))
         run_together(lambda: self._put_back(manifest, wanted, values, groups))
+        self._loaded()
         return str(directory), dict(manifest.client_state)
+
+    def _loaded(self) -> None:
+        """The state is that of a checkpoint, on all ranks."""
 
     def _put_back(
         self,
@@ -101,7 +105,7 @@ class Checkpointing(Saving):
             ]
 
 
-def _open(load_dir: str, tag: str | None) -> tuple[Path, Manifest, str] | None:
+def open_checkpoint(load_dir: str, tag: str | None) -> tuple[Path, Manifest, str] | None:
     """The directory of a checkpoint, its manifest and the checksum of that; None without any tag."""
     chosen = latest_tag(Path(load_dir)) if tag is None else str(tag)
     if chosen is None:

@@ -35,9 +35,9 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
-from malleus_ds.pipe.checkpointing import Checkpointing
 from malleus_ds.pipe.control_loop import ControlLoop
 from malleus_ds.pipe.grid import plan_groups
+from malleus_ds.pipe.in_memory import InMemory
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
@@ -61,7 +61,7 @@ class SwitchReport:
     duration_s: float
 
 
-class MalleusPipelineEngine(Checkpointing):
+class MalleusPipelineEngine(InMemory):
     """Trains a `MalleusPipelineModule`; create it with `malleus_ds.initialize`.
 
     The public methods are those of DeepSpeed's `PipelineEngine`; new are `plan` and `reconfigure`.
@@ -98,6 +98,7 @@ class MalleusPipelineEngine(Checkpointing):
         self.control_loop: ControlLoop | None = None
         if malleus_config.detector.enabled:
             self._start_control_loop()
+        self._start_keeper()
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class MalleusPipelineEngine(Checkpointing):
             _, digests = run_together(lambda: self._check_switch(plan), note=lambda digest: digest)
             require_equal("plans", digests, "call reconfigure with the same plan on every rank")
             placement = place(plan, self._buckets)
+            self._end_keeping()
             in_use = [*plan_groups(plan), *placement.groups]
             num_new_groups = self.module.groups.ensure(in_use)
             slots = self._rebuild(placement)
@@ -218,6 +220,9 @@ class MalleusPipelineEngine(Checkpointing):
             self.control_loop = None
         try:
             self.finish_saving()
+            if self._keeper is not None:
+                self._keeper.close()
+                self._keeper = None
         finally:
             self.module.close_groups()
             super().destroy()
@@ -350,6 +355,7 @@ class MalleusPipelineEngine(Checkpointing):
             loss: Tensor = super().train_batch(data_iter)
             if self.control_loop is not None:
                 self.control_loop.finish_step(step, plan, stop - start, can_switch=self._owns_data)
+            self._keep()
         return loss
 
     def _abandon(self) -> None:
@@ -357,6 +363,9 @@ class MalleusPipelineEngine(Checkpointing):
             self.control_loop.abandon()
         if self._saving is not None:
             self._saving.give_up()
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            keeper.leave(_EXIT_PATIENCE_S)
 
     def _train_schedule(self) -> schedule.PipeSchedule:
         return StandbySchedule() if self.is_standby else super()._train_schedule()
@@ -455,10 +464,11 @@ class MalleusPipelineEngine(Checkpointing):
         schedule.BackwardPass: _exec_backward_pass,
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.SendActivation: Checkpointing._exec_send_activations,
-        schedule.RecvActivation: Checkpointing._exec_recv_activations,
-        schedule.SendGrad: Checkpointing._exec_send_grads,
-        schedule.RecvGrad: Checkpointing._exec_recv_grads,
+        schedule.OptimizerStep: InMemory._exec_optimizer_step,
+        schedule.SendActivation: InMemory._exec_send_activations,
+        schedule.RecvActivation: InMemory._exec_recv_activations,
+        schedule.SendGrad: InMemory._exec_send_grads,
+        schedule.RecvGrad: InMemory._exec_recv_grads,
     }
 
 

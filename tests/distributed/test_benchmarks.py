@@ -16,6 +16,7 @@ import engine_vs_deepspeed
 import migration
 import pytest
 import ranks
+import redundancy
 import tensor_parallel
 import torch
 
@@ -326,3 +327,51 @@ def test_migration_from_its_command_line(tmp_path: Path) -> None:
     assert len(content["switches"]) == 2
     assert len(content["peaks"]) == 3 * ranks.NUM_RANKS
     assert content["machine"]["num_cores"] >= 1
+
+
+def copied(
+    kept_s: float = 2.08, held_bytes: int = 500, on_disk_bytes: int = 1000, num_different: int = 0
+) -> dict[str, Any]:
+    """Measurements of `redundancy`: 500 bytes of state, two ranks, which keep it twice in two generations."""
+    cost = {
+        "num_generations": 2,
+        "own_bytes": 250,
+        "copy_bytes": 250,
+        "start_s": 0.01,
+        "wait_s": 0.03,
+        "background_s": 0.2,
+    }
+    rank = {"source": "memory", "lost_steps": 0}
+    return {
+        "steps": [{"plain": 9.0, "kept": 99.0}, *[{"plain": 2.0, "kept": kept_s}] * 3],
+        "ranks": [
+            rank | {"cost": cost | {"held_bytes": 1500}, "num_different": 0},
+            rank | {"cost": cost | {"held_bytes": held_bytes}, "num_different": num_different},
+        ],
+        "on_disk_bytes": [1000, on_disk_bytes],
+        "model_state_bytes": 500,
+        "resume_s": 1.0,
+        "overrun_share": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "broken"),
+    [
+        ({}, []),
+        ({"kept_s": 2.12}, ["step with / without"]),
+        ({"held_bytes": 600}, ["bytes held beyond two copies of two generations"]),
+        ({"on_disk_bytes": 900}, ["bytes held beyond two copies of two generations"]),
+        ({"num_different": 1}, ["tensors with other bits after the loss"]),
+    ],
+)
+def test_redundancy_bars(changes: dict[str, Any], broken: list[str]) -> None:
+    verdict = redundancy.evaluate(copied(**changes))
+    assert [name for name, ok in held(verdict).items() if not ok] == broken
+    assert verdict.figures["the step's wait for it, mean of ranks, share"] == pytest.approx(0.01)
+
+
+def test_a_loss_that_memory_does_not_mend_breaks_its_bar() -> None:
+    measured = copied()
+    measured["ranks"][0]["source"] = "nothing"
+    assert not held(redundancy.evaluate(measured))["tensors with other bits after the loss"]

@@ -19,6 +19,7 @@ from malleus_ds.config import (
     MalleusConfig,
     PlannerConfig,
     RateEvent,
+    RedundancyConfig,
 )
 from tests.harness import REPOSITORY, run_command
 
@@ -27,6 +28,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "malleus.detector": DetectorConfig,
     "malleus.planner": PlannerConfig,
     "malleus.checkpoint": CheckpointConfig,
+    "malleus.redundancy": RedundancyConfig,
     "malleus.emulation": EmulationConfig,
     "malleus.emulation.events": RateEvent,
 }
