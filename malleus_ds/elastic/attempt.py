@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from malleus_ds.elastic.launchers import Launch
 from malleus_ds.elastic.run_files import STOP, ExitNote, Progress, Verdict
 
 _POLL_S = 0.2
@@ -28,7 +29,7 @@ class Attempt:
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
+        launches: Sequence[Launch],
         folder: Path,
         num_ranks: int,
         grace_s: float,
@@ -41,7 +42,8 @@ class Attempt:
         self._notes: dict[int, ExitNote | None] = dict.fromkeys(range(num_ranks))
         self.progress: Progress | None = None
         # Sessions of their own: Ctrl-C must not reach the ranks before a verdict does.
-        self._launchers = [subprocess.Popen(command, start_new_session=True) for command in commands]
+        self._launchers = [subprocess.Popen(each.command, start_new_session=True) for each in launches]
+        self._launches = launches
 
     def watch(self) -> dict[int, ExitNote | None]:
         """Wait for the end of all ranks, and for no longer than grace_s after the first loss; their notes.
@@ -49,11 +51,9 @@ class Attempt:
         Stops ranks that still run then. A rank whose supervisor does not answer has no note.
         """
         deadline_s: float | None = None
-        while self._missing() and (deadline_s is None or time.monotonic() < deadline_s):
-            self._read()
-            is_over = all(launcher.poll() is not None for launcher in self._launchers)
-            if deadline_s is None and (is_over or self._has_loss()):
-                deadline_s = time.monotonic() + (_STOP_S if is_over else self._grace_s)
+        while self._awaited() and (deadline_s is None or time.monotonic() < deadline_s):
+            if deadline_s is None and self._has_loss():
+                deadline_s = time.monotonic() + self._grace_s
             time.sleep(_POLL_S)
         self.stop()
         return self._notes
@@ -62,11 +62,8 @@ class Attempt:
         """End all ranks that still run; waits a few seconds for their notes."""
         (self._folder / STOP).touch()
         deadline_s = time.monotonic() + _STOP_S
-        while self._missing() and time.monotonic() < deadline_s:
-            if all(launcher.poll() is not None for launcher in self._launchers):
-                deadline_s = min(deadline_s, time.monotonic() + 2 * _POLL_S)
+        while self._awaited() and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-            self._read()
 
     def leave(self, verdict: Verdict) -> None:
         """Tell the supervisors what comes next, and see the launchers off."""
@@ -94,17 +91,24 @@ class Attempt:
             self.stop()
             self.leave(Verdict(stays=()))
 
-    def _missing(self) -> list[int]:
-        return [rank for rank, note in self._notes.items() if note is None]
+    def _awaited(self) -> list[int]:
+        """Ranks whose notes are not there, and may still come."""
+        gone: set[int] = set()
+        for launch, launcher in zip(self._launches, self._launchers, strict=True):
+            if launcher.poll() is not None:  # Before reading: a note written last is still read.
+                gone.update(launch.ranks)
+        self._read()
+        return [rank for rank, note in self._notes.items() if note is None and rank not in gone]
 
     def _has_loss(self) -> bool:
-        """Whether a rank ended with an error, or a launcher without all its ranks: a host is gone."""
-        has_died = any(launcher.poll() not in (None, 0) for launcher in self._launchers)
+        """Whether a rank ended with an error, or a launcher did: a host is gone."""
+        has_died = any(launcher.poll() is not None for launcher in self._launchers)
         return has_died or any(note is not None and note.code != 0 for note in self._notes.values())
 
     def _read(self) -> None:
-        for rank in self._missing():
-            self._notes[rank] = ExitNote.load(self._folder, rank)
+        for rank, note in self._notes.items():
+            if note is None:
+                self._notes[rank] = ExitNote.load(self._folder, rank)
         progress = Progress.load(self._folder)
         if progress is not None and self.progress is None:
             self._on_progress(progress)

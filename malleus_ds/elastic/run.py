@@ -13,7 +13,7 @@ from malleus_ds.cluster import ClusterError
 from malleus_ds.elastic.attempt import Attempt
 from malleus_ds.elastic.devices import Device, Host, by_host, first_devices, next_devices
 from malleus_ds.elastic.judge import Ending, Judgement, judge
-from malleus_ds.elastic.launchers import launch_commands
+from malleus_ds.elastic.launchers import launches
 from malleus_ds.elastic.restart_plan import RestartPlan, make_restart_plan
 from malleus_ds.elastic.run_files import PLAN, REQUEST, Order, Progress, Verdict, attempt_path, read_json
 from malleus_ds.elastic.run_log import RunLog
@@ -108,9 +108,7 @@ class Run:
         folder = self._order(number, start).save(self._options.run_dir)
         if start.plan is not None:
             start.plan.save(folder / PLAN)
-        commands = launch_commands(
-            slots, folder, free_port(), self._options.all_local, self._options.runner_args
-        )
+        commands = launches(slots, folder, free_port(), self._options.all_local, self._options.runner_args)
         on_hosts = ", ".join(f"{host}:{','.join(map(str, used))}" for host, used in slots.items())
         self._log.tell(
             "start",

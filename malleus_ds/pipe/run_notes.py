@@ -62,7 +62,10 @@ class RunNotes:
     def finish_step(
         self, step: int, plan: ParallelPlan, rates: Sequence[float], profile: ModelProfile | None
     ) -> None:
-        """After every step; writes at most once a second. rates: those that the plan was made for; empty without a detector."""
+        """After every step; writes at most once a second.
+
+        rates: those that the plan was made for, without noise; empty without a detector.
+        """
         is_first = self._first_step is None
         if self._first_step is None:
             self._first_step = step

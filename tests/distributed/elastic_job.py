@@ -115,10 +115,11 @@ def record(path: Path, **details: Any) -> None:
 def look_around(folder: Path) -> None:
     """Record what the rank is told, and leave a mark in the host's memory."""
     host, memory = os.environ["MALLEUS_HOST"], Path(os.environ["MALLEUS_MEMORY_DIR"])
-    found = sorted(path.name for path in memory.iterdir())
+    own_mark = memory / f"attempt_{os.environ['MALLEUS_ATTEMPT']}"
+    found = sorted(path.name for path in memory.iterdir() if path != own_mark)  # the other rank may be first
     if int(os.environ["LOCAL_RANK"]) == 0:
         record(folder / "hosts.jsonl", host=host, memory=str(memory), found=found)
-    (memory / f"attempt_{os.environ['MALLEUS_ATTEMPT']}").touch()
+    own_mark.touch()
 
 
 def main() -> None:
