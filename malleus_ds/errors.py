@@ -15,6 +15,7 @@ def is_user_mistake(error: BaseException) -> bool:
 
 TRANSPORT_ERROR = re.compile(
     r"\bgloo/|\[c10d\]|NCCL|Connection (closed|reset) by peer|Timed out waiting \d+ms|Broken pipe"
+    r"|caused pair closure"
 )
 """How torch's backends speak of a lost peer in a bare RuntimeError."""
 

@@ -53,10 +53,7 @@ def judge(notes: Mapping[int, ExitNote | None], has_progress: bool) -> Judgement
     failed = [
         Lost(note.rank, f"failed with code {note.code}: {note.reason}")
         for note in known
-        if note.code not in (0, USER_MISTAKE)
-        and note.code > 0
-        and not note.lost_peer
-        and not note.was_stopped
+        if note.code > 0 and note.code != USER_MISTAKE and not note.lost_peer and not note.was_stopped
     ]
     lost = tuple(sorted(broken + failed, key=lambda each: each.rank))
     reason = next((note.reason for note in known if note.reason), "")

@@ -37,7 +37,7 @@ _POLL_S = 0.25
 _END_S = 3.0
 """From SIGTERM to SIGKILL."""
 _TAIL_LINES = 200
-_ERROR_LINE = re.compile(r"(rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
+_ERROR_LINE = re.compile(r"(\[rank\d+\]: +|rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
 _SET_PDEATHSIG = 1  # of prctl(2)
 
 

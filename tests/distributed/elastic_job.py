@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,9 +28,9 @@ TIMEOUT_S = 12.0
 
 @dataclass(frozen=True)
 class Fault:
-    """In attempt ``attempt``, before step ``step``, rank ``rank``. how: see `_suffer`; where: "step",
-    "checkpoint" (half-way through a file of the one before the step) or "migration" (with half of the state
-    moved, in a switch before the step)."""
+    """In attempt ``attempt``, before step ``step``, rank ``rank``. how: see `_suffer`; where: "step"; "save"
+    and "checkpoint" (when the one before the step begins, and half-way through its file); "migration" (with
+    half of the state moved, in a switch before the step)."""
 
     attempt: int
     step: int
@@ -87,22 +88,22 @@ def train(engine: MalleusPipelineEngine, folder: Path, num_steps: int, faults: l
     for step in range(engine.global_steps, num_steps):
         for fault in [fault for fault in faults if fault.step == step]:
             is_own = fault.rank == rank
-
-            def suffer(how: str = fault.how) -> None:
-                _suffer(how)
-
             if fault.where == "migration":
                 if is_own:
+                    suffer = partial(_suffer, fault.how)
                     engine.optimizer.storages = FaultyStorages(engine.optimizer.storages, suffer)
                 engine.reconfigure(rotated(engine.plan))
             elif is_own and fault.where == "step":
-                suffer()
+                _suffer(fault.how)
         loss = engine.train_batch().item()
         if rank == 0:
             record(folder / "losses.jsonl", step=step, loss=loss, plan=engine.plan.to_dict())
         for fault in faults:
-            if (fault.where, fault.step, fault.rank) == ("checkpoint", step + 1, rank):
-                engine._disk = FaultyDisk(lambda how=fault.how: _suffer(how))  # type: ignore[misc]
+            if (fault.step, fault.rank) == (step + 1, rank):
+                if fault.where == "save":
+                    _suffer(fault.how)
+                if fault.where == "checkpoint":
+                    engine._disk = FaultyDisk(partial(_suffer, fault.how))
         engine.save_checkpoint(kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -18,6 +19,12 @@ from malleus_ds.cli.run import main
 from tests.harness import REPOSITORY, run_command
 
 RUN = [sys.executable, "-m", "malleus_ds.cli.run", "--backoff_s", "0.1", "--grace_s", "3"]
+
+ONE_IS_LOST = """
+if rank == 1:
+    os.abort()
+sys.exit("PeerLostError: rank 1 is gone")
+"""
 
 
 def write_script(folder: Path, body: str) -> str:
@@ -76,19 +83,9 @@ if attempt < 2:
     ("body", "options", "code", "text"),
     [
         ("sys.exit(2)", [], 2, "not started again, for a mistake"),
-        (
-            "raise KeyError(rank)",
-            [],
-            3,
-            "all ranks failed before the first step: failed with code 1: KeyError",
-        ),
-        (
-            "if rank: os.abort()\nsys.exit('NCCL')",
-            ["--min_ranks", "2"],
-            4,
-            "1 ranks are left; --min_ranks is 2",
-        ),
-        ("if rank: os.abort()\nsys.exit('NCCL')", ["--max_restarts", "0"], 3, "of --max_restarts 0"),
+        ("raise KeyError(rank)", [], 3, "failed before the first step: failed with code 1: KeyError"),
+        (ONE_IS_LOST, ["--min_ranks", "2"], 4, "1 ranks are left; --min_ranks is 2"),
+        (ONE_IS_LOST, ["--max_restarts", "0"], 3, "of --max_restarts 0"),
     ],
     ids=["mistake", "broken", "too-few", "no-restarts"],
 )
@@ -144,7 +141,7 @@ def wait_for(path: Path) -> str:
         (["--backoff_s", "nan", "{}/ok.py"], "--backoff_s nan: give at least 0"),
         (
             ["--num_accelerators", "2", "--min_ranks", "3", "{}/ok.py"],
-            "--min_ranks 3: the hosts that are not",
+            "--min_ranks 3: the hosts that",
         ),
         (["--hostfile", "{}/none", "{}/ok.py"], "/none: no such file; give the path of an existing one"),
         (["--hostfile", "{}/bad", "{}/ok.py"], "hostfile line 2: 'b slot=2': write '<host> slots="),
@@ -177,8 +174,7 @@ def test_help_and_start_are_light(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exit codes:" in told
     assert "examples:" in told
     heavy = {"torch", "deepspeed", "numpy", "cvxpy", "pydantic"}
-    code = (
-        f"import malleus_ds.cli.run, malleus_ds.elastic.supervise, sys; print({heavy!r} & sys.modules.keys())"
-    )
+    code = "import malleus_ds.cli.run, malleus_ds.elastic.supervise, sys; print(sorted(sys.modules))"
     done = run_command([sys.executable, "-c", code], timeout_s=60)
-    assert done.stdout.split() == ["set()"], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert not heavy & set(ast.literal_eval(done.stdout))

@@ -97,6 +97,7 @@ def test_all_ranks_lost_after_a_step_start_again() -> None:
         ("rank 1: PeerLostError: rank 1 lost a peer in step 3: Connection closed by peer", True),
         ("malleus_ds.pipe.agreement.RankFailedError: rank 0 failed: KeyError: 3", True),
         ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error", True),
+        ("[rank1]: RuntimeError: Application timeout caused pair closure", True),
         ("torch.distributed.DistBackendError: NCCL error in: ...", True),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
         ("KeyError: 'PeerLost'", False),
