@@ -69,6 +69,14 @@ class Order:
     has_plan: bool
     verdict_s: float
 
+    def local_rank(self, rank: int) -> int:
+        """Place of its device among those of its host.
+
+        DeepSpeed's launcher takes the rank modulo their number, which is another order on unequal hosts.
+        """
+        host = self.devices[rank].host
+        return sum(device.host == host for device in self.devices[:rank])
+
     def save(self, run_dir: Path) -> Path:
         """Returns the directory of the attempt, which it makes."""
         folder = attempt_path(run_dir, self.attempt)

@@ -1,6 +1,6 @@
 """Beside each rank: starts it, waits for it, and writes how it ended.
 
-``python -m malleus_ds.elastic.supervise [--local_rank=N] ATTEMPT_DIRECTORY``, started by DeepSpeed's
+``python -m malleus_ds.elastic.supervise --local_rank=N ATTEMPT_DIRECTORY``, started by DeepSpeed's
 ``deepspeed.launcher.launch`` in place of the rank. That ends all ranks of a host as soon as one fails; so the
 supervisor stays until `malleus-run` has a verdict, and the others may end in order.
 """
@@ -36,6 +36,8 @@ from malleus_ds.errors import tells_of_lost_peer
 _POLL_S = 0.25
 _END_S = 3.0
 """From SIGTERM to SIGKILL."""
+_LAST_RANK_S = 86400.0
+"""How long a rank may go on when another one is done."""
 _TAIL_LINES = 200
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: +|rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
 _SET_PDEATHSIG = 1  # of prctl(2)
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     order, rank = Order.load(folder), int(os.environ["RANK"])
     host = order.devices[rank].host
     memory_dir = Path(order.memory_dirs[host])
-    if host in order.fresh_hosts and int(os.environ["LOCAL_RANK"]) == 0:
+    if host in order.fresh_hosts and order.local_rank(rank) == 0:
         shutil.rmtree(memory_dir, ignore_errors=True)  # of an attempt before the host was lost
     memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     asked = _Asked()
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     was_stopped = _wait(child, lambda: asked.to_end or _must_end(folder))
     note = _note(rank, child.returncode, was_stopped, tail.lines())
     note.save(folder)
-    verdict = _await_verdict(folder, asked, order.verdict_s)
+    verdict = _await_verdict(folder, asked, order.verdict_s if note.code else _LAST_RANK_S)
     if verdict is None or host not in verdict.stays:
         shutil.rmtree(memory_dir, ignore_errors=True)
     return 128 - note.code if note.code < 0 else note.code
@@ -78,12 +80,13 @@ def _start(order: Order, folder: Path, rank: int, memory_dir: Path) -> subproces
     environment = os.environ | {
         RUN_DIR_VARIABLE: str(folder.parent),
         ATTEMPT_VARIABLE: str(order.attempt),
+        "LOCAL_RANK": str(order.local_rank(rank)),
         HOST_VARIABLE: order.devices[rank].host,
         MEMORY_DIR_VARIABLE: str(memory_dir),
     }
     if order.has_plan:
         environment[PLAN_VARIABLE] = str(folder / PLAN)
-    local_rank = [f"--local_rank={os.environ['LOCAL_RANK']}"] if order.passes_local_rank else []
+    local_rank = [f"--local_rank={order.local_rank(rank)}"] if order.passes_local_rank else []
     return subprocess.Popen(
         [sys.executable, "-u", *order.script, *local_rank, *order.arguments],
         env=environment,

@@ -26,6 +26,17 @@ if rank == 1:
 sys.exit("PeerLostError: rank 1 is gone")
 """
 
+PDSH = """\
+#!/bin/bash
+# pdsh -S -f N -w HOST,HOST command...
+hosts=$5; shift 5; number=0; ended=0
+for host in ${hosts//,/ }; do
+    command="$*"; bash -c "${command//%n/$number}" & started[$number]=$!; number=$((number + 1))
+done
+for one in ${started[@]}; do wait $one || ended=$?; done
+exit $ended
+"""
+
 
 def write_script(folder: Path, body: str) -> str:
     """A script that knows its ``rank``, its ``attempt`` and its ``folder``."""
@@ -99,6 +110,32 @@ def test_exit_codes_without_a_restart(
     assert text in events(tmp_path)[-1]["text"]
     assert events(tmp_path)[-1]["code"] == code
     assert f"malleus-run: {events(tmp_path)[-1]['text']}" in done.stderr
+
+
+def test_several_hosts_over_pdsh(tmp_path: Path) -> None:
+    """Through DeepSpeed's runner; pdsh and ssh only pass on what they are asked to run elsewhere."""
+    script = write_script(
+        tmp_path,
+        "names = 'MALLEUS_HOST', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'\n"
+        "told = ' '.join(os.environ[name] for name in names)\n"
+        "(folder / f'told_{rank}').write_text(' '.join([told, *sys.argv[1:]]))\n",
+    )
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "pdsh").write_text(PDSH)
+    (programs / "ssh").write_text("#!/bin/sh\n")
+    for program in programs.iterdir():
+        program.chmod(0o700)
+    (tmp_path / "hosts").write_text("127.0.0.2 slots=1\n127.0.0.3 slots=2\n")
+    where = ["--hostfile", str(tmp_path / "hosts"), "--run_dir", str(tmp_path / "run"), "--no_local_rank"]
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    done = run_command([*RUN, *where, script, "two words"], timeout_s=60, env={"PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"told_{rank}").read_text() for rank in range(3)] == [
+        "127.0.0.2 0 3 127.0.0.2 two words",
+        "127.0.0.3 0 3 127.0.0.2 two words",
+        "127.0.0.3 1 3 127.0.0.2 two words",
+    ]
 
 
 def test_sigterm_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
