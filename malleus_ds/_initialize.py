@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from deepspeed import initialize as initialize_stock  # bound here: `install` replaces the name
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from malleus_ds.comm import check_deepspeed_version, init_distributed
 from malleus_ds.config import ConfigError, MalleusConfig, parse_config
 from malleus_ds.data.loader import check_map_style
 from malleus_ds.data.order import DataError
+from malleus_ds.elastic.restart_plan import RestartPlan
+from malleus_ds.environment import ATTEMPT_VARIABLE, HOST_VARIABLE
 from malleus_ds.pipe.agreement import require_equal, run_together
 from malleus_ds.pipe.engine import MalleusPipelineEngine
 from malleus_ds.pipe.grid import max_degree
@@ -68,7 +72,7 @@ def initialize(
     _, lengths = run_together(lambda: _check_data(training_data), note=str)
     require_equal("lengths of training_data", lengths, "give every rank the same data")
     plan, _ = run_together(lambda: _initial_plan(model, ds_config, malleus_config))
-    num_slices, _ = run_together(lambda: _largest_degree(malleus_config, plan))
+    num_slices, _ = run_together(lambda: _largest_degree(malleus_config, plan, model.restart_plan))
     model.start_with(plan, timedelta(seconds=malleus_config.timeout_s), num_slices)
     config_class, _ = run_together(lambda: _deepspeed_config(ds_config, model))
     engine = MalleusPipelineEngine(
@@ -85,6 +89,8 @@ def initialize(
         config_class=config_class,
         malleus_config=malleus_config,
     )
+    # Until here ranks may be slow to come; from now on one that does not answer is stuck.
+    _set_pg_timeout(timedelta(seconds=malleus_config.timeout_s))
     engine._configure_python_gc()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -159,9 +165,11 @@ def _initial_plan(
     return plan
 
 
-def _largest_degree(config: MalleusConfig, plan: ParallelPlan) -> int:
+def _largest_degree(config: MalleusConfig, plan: ParallelPlan, restart: RestartPlan | None) -> int:
     """TP degree that no plan of the job exceeds. Raises `ConfigError` for keys that do not fit it."""
     used, given = max_degree(plan), config.tensor_parallel.max_degree
+    if restart is not None:
+        used = max(used, restart.max_degree)
     largest = used if given is None else given
     if largest < used or largest & (largest - 1):
         raise ConfigError(
@@ -191,7 +199,9 @@ def _check_trace(path: str | None) -> None:
 def _check_ranks(config: MalleusConfig, plan: ParallelPlan) -> None:
     """Keys that speak of ranks and layers must fit the job."""
     ranks = sorted(rank for node in config.nodes or () for rank in node)
-    if config.nodes is not None and ranks != list(range(plan.world_size)):
+    # Under malleus-run the hostfile has the nodes, and ranks get other numbers after a loss.
+    is_listed = config.nodes is not None and HOST_VARIABLE not in os.environ
+    if is_listed and ranks != list(range(plan.world_size)):
         raise ConfigError(
             f"malleus.nodes lists the ranks {ranks}: list each rank from 0 to {plan.world_size - 1} once"
         )
@@ -199,7 +209,7 @@ def _check_ranks(config: MalleusConfig, plan: ParallelPlan) -> None:
     if emulation is None:
         return
     for index, event in enumerate(emulation.events):
-        if event.rank >= plan.world_size:
+        if event.rank >= plan.world_size and int(os.environ.get(ATTEMPT_VARIABLE, "0")) == 0:
             raise ConfigError(
                 f"malleus.emulation.events[{index}].rank is {event.rank}: the job has the ranks 0 to "
                 f"{plan.world_size - 1}"

@@ -44,7 +44,8 @@ def init_distributed(
     process by itself: world size 1.
 
     backend: None takes the accelerator's (nccl, gloo, ...); timeout_s: how long a collective may wait
-    for a peer, in seconds; port: of the rendezvous when the launcher names none, default a free one.
+    for a peer, in seconds, until there is an engine, whose config has its own; port: of the rendezvous
+    when the launcher names none, default a free one.
     Raises `LaunchError` for an incomplete environment.
     """
     if deepspeed.comm.is_initialized():

@@ -154,7 +154,8 @@ class MalleusConfig(_Section):
     )
     timeout_s: PositiveFloat = Field(
         DEFAULT_TIMEOUT_S,
-        description="after this long without an answer a peer counts as stuck; more than a step takes",
+        description="after this long without an answer a peer counts as stuck; more than a step or a save "
+        "takes",
     )
     overlap: bool = Field(
         True, description="exchange activations and gradients beside the computation; false: wait for each"

@@ -21,6 +21,13 @@ _SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _PORT_RANGE = (15000, 32000)
 _PORT_TRIES = 100
 
+# What `malleus-run` tells each rank.
+RUN_DIR_VARIABLE = "MALLEUS_RUN_DIR"
+ATTEMPT_VARIABLE = "MALLEUS_ATTEMPT"
+HOST_VARIABLE = "MALLEUS_HOST"
+MEMORY_DIR_VARIABLE = "MALLEUS_MEMORY_DIR"
+PLAN_VARIABLE = "MALLEUS_PLAN"
+
 
 class LaunchError(ValueError):
     """The launcher's environment is incomplete, contradicts MPI, or lacks what it needs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from malleus_ds.detector.control_plane import ControlPlaneError
+from malleus_ds.errors import TRANSPORT_ERROR
 
 Result = TypeVar("Result")
-
-_TRANSPORT_ERROR = re.compile(
-    r"\bgloo/|\[c10d\]|NCCL|Connection (closed|reset) by peer|Timed out waiting \d+ms|Broken pipe"
-)
-"""How torch's backends speak of a lost peer in a bare RuntimeError."""
 
 
 class AgreementError(ValueError):
@@ -115,7 +110,7 @@ def peer_errors(what: str, on_loss: Callable[[], None] = lambda: None) -> Iterat
 
 def _is_connection_error(error: RuntimeError) -> bool:
     is_named = isinstance(error, dist.DistError | ControlPlaneError)
-    return is_named or _TRANSPORT_ERROR.search(str(error)) is not None
+    return is_named or TRANSPORT_ERROR.search(str(error)) is not None
 
 
 def _first_line(error: RuntimeError) -> str:

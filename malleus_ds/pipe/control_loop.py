@@ -17,6 +17,7 @@ from malleus_ds.config import MalleusConfig
 from malleus_ds.detector.control_plane import ControlPlane, ControlPlaneError
 from malleus_ds.detector.rates import RateEstimator
 from malleus_ds.detector.record import StepRecord, digest_number, ranks_with_another_plan, unpack_records
+from malleus_ds.elastic.restart_plan import RestartPlan
 from malleus_ds.pipe.agreement import AgreementError, SwitchFailedError
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.plan import ParallelPlan, PlanError
@@ -52,6 +53,14 @@ _RETRY_STEPS = 20
 _LOGGED = ("ranks", "new_rates", "step_s", "current_step_s", "duration_s", "reason")
 
 
+def most_pipelines(config: MalleusConfig, plan: ParallelPlan, restart: RestartPlan | None) -> int | None:
+    """Bound on the pipelines of any plan, None for none. plan: the first of this start of the job."""
+    limit = config.planner.max_pipelines
+    if limit is not None or config.planner.memory_bytes is not None:
+        return limit
+    return len(plan.pipelines) if restart is None else restart.max_pipelines
+
+
 class ControlLoop:
     """One per engine; `finish_step` after every step, on all ranks.
 
@@ -66,19 +75,17 @@ class ControlLoop:
         plane: ControlPlane,
         measurement: Measurement,
         nodes: tuple[tuple[int, ...], ...],
-        num_pipelines: int,
+        max_pipelines: int | None,
         switch: Callable[[ParallelPlan], dict[str, Any]],
     ) -> None:
-        """num_pipelines: of the initial plan; switch: changes the engine's plan, collectively, and
+        """max_pipelines: see `most_pipelines`; switch: changes the engine's plan, collectively, and
         returns what it cost, for the log."""
         self._config = config
         self._plane = plane
         self._measurement = measurement
         self._nodes = nodes
         self._switch = switch
-        self._max_pipelines = config.planner.max_pipelines
-        if self._max_pipelines is None and config.planner.memory_bytes is None:
-            self._max_pipelines = num_pipelines
+        self._max_pipelines = max_pipelines
         self._in_flight = False
         self._is_open = True
         self._announced: bytes = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import time
 import weakref
@@ -26,6 +27,7 @@ from malleus_ds.config import MalleusConfig
 from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
+from malleus_ds.environment import HOST_VARIABLE
 from malleus_ds.migration.execute import MigrationReport, migrate
 from malleus_ds.pipe.additional_losses import AdditionalLosses, reports_losses
 from malleus_ds.pipe.agreement import (
@@ -35,13 +37,14 @@ from malleus_ds.pipe.agreement import (
     require_equal,
     run_together,
 )
-from malleus_ds.pipe.control_loop import ControlLoop
+from malleus_ds.pipe.control_loop import ControlLoop, most_pipelines
 from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.in_memory import InMemory
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
 from malleus_ds.pipe.precision import check_precision, make_loss_scaler, skips_overflow
+from malleus_ds.pipe.run_notes import RunNotes
 from malleus_ds.pipe.schedule import StandbySchedule
 from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
 from malleus_ds.plan import ParallelPlan, PlanError
@@ -99,6 +102,7 @@ class MalleusPipelineEngine(InMemory):
         if malleus_config.detector.enabled:
             self._start_control_loop()
         self._start_keeper()
+        self._run_notes = self._make_run_notes()
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -207,9 +211,8 @@ class MalleusPipelineEngine(InMemory):
             del cost["step"]  # the loop names the step of the event
             return cost
 
-        self.control_loop = ControlLoop(
-            config, plane, self.measurement, nodes, len(self.plan.pipelines), switch
-        )
+        num_pipelines = most_pipelines(config, self.plan, self.module.restart_plan)
+        self.control_loop = ControlLoop(config, plane, self.measurement, nodes, num_pipelines, switch)
         atexit.register(_close_at_exit, weakref.ref(self.control_loop))
 
     def destroy(self) -> None:
@@ -226,6 +229,14 @@ class MalleusPipelineEngine(InMemory):
         finally:
             self.module.close_groups()
             super().destroy()
+
+    def _make_run_notes(self) -> RunNotes | None:
+        if self.global_rank != 0:
+            return None
+        num_pipelines = most_pipelines(self.malleus_config, self.plan, self.module.restart_plan)
+        return RunNotes.of_environment(
+            self.plan, self.malleus_config, self.module.num_slices, self._ranks_of_nodes(), num_pipelines
+        )
 
     def _check_switch(self, plan: ParallelPlan) -> str:
         self.module.check(plan)
@@ -324,10 +335,11 @@ class MalleusPipelineEngine(InMemory):
         )
 
     def _nodes(self) -> dict[int, int]:
-        """Node of each rank: from the config, else by host name."""
-        if self.malleus_config.nodes is not None:
+        """Node of each rank: from the hostfile of `malleus-run`, else the config, else by host name."""
+        own_host = os.environ.get(HOST_VARIABLE)
+        if self.malleus_config.nodes is not None and own_host is None:
             return {rank: i for i, ranks in enumerate(self.malleus_config.nodes) for rank in ranks}
-        _, hosts = run_together(socket.gethostname, note=lambda host: host)
+        _, hosts = run_together(lambda: own_host or socket.gethostname(), note=lambda host: host)
         names = sorted(set(hosts))
         return {rank: names.index(host) for rank, host in enumerate(hosts)}
 
@@ -356,6 +368,10 @@ class MalleusPipelineEngine(InMemory):
             if self.control_loop is not None:
                 self.control_loop.finish_step(step, plan, stop - start, can_switch=self._owns_data)
             self._keep()
+        if self._run_notes is not None:
+            rates = () if self.control_loop is None else self.control_loop.estimator.planned_rates
+            profile = None if self.measurement is None else self.measurement.profile
+            self._run_notes.finish_step(step, self.plan, rates, profile)
         return loss
 
     def _abandon(self) -> None:

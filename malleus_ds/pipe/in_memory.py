@@ -25,6 +25,7 @@ from malleus_ds.checkpoint.manifest import GroupEntry, Manifest
 from malleus_ds.checkpoint.part_file import Content
 from malleus_ds.checkpoint.restoring import Place, places
 from malleus_ds.config import ConfigError
+from malleus_ds.environment import HOST_VARIABLE, MEMORY_DIR_VARIABLE
 from malleus_ds.pipe.agreement import run_alike, run_together
 from malleus_ds.pipe.checkpointing import Checkpointing, open_checkpoint
 from malleus_ds.pipe.resume import Wanted, check, describe
@@ -34,9 +35,6 @@ from malleus_ds.redundancy.keeper import Arrangement, Keeper, RedundancyCost, ch
 from malleus_ds.redundancy.part import PartHeader
 from malleus_ds.redundancy.survey import RUN_PREFIX, Generation, listing, newest, parts
 from malleus_ds.zero.state import GroupState, check_state, merge_group_states
-
-DIRECTORY_VARIABLE = "MALLEUS_MEMORY_DIR"
-HOST_VARIABLE = "MALLEUS_HOST"
 
 _EVERYTHING = Wanted(strict=True, optimizer=True, lr_scheduler=True, position=True)
 _EXIT_PATIENCE_S = 2.0
@@ -115,9 +113,11 @@ class InMemory(Checkpointing):
         if not config.enabled:
             return
         directory, _ = run_together(lambda: memory_directory(config.directory))
-        host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-        if self.malleus_config.nodes is not None:
-            host = f"node {self._node_of[self.global_rank]} ({host})"
+        host = os.environ.get(HOST_VARIABLE)
+        if host is None:
+            host = socket.gethostname()
+            if self.malleus_config.nodes is not None:
+                host = f"node {self._node_of[self.global_rank]} ({host})"
         self._keeper = Keeper(directory, host, self.malleus_config.timeout_s, self.device)
         tensors = [asdict(tensor) for tensor in logical_tensors(self.optimizer)]
         self._model_digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
@@ -234,7 +234,7 @@ class InMemory(Checkpointing):
 
     def _fit(self, headers: Mapping[int, PartHeader]) -> tuple[Manifest, dict[int, GroupState]]:
         """The manifest of a generation and its merged groups. Raises unless it is of this model."""
-        where = f"the memory ({DIRECTORY_VARIABLE} or malleus.redundancy.directory)"
+        where = f"the memory ({MEMORY_DIR_VARIABLE} or malleus.redundancy.directory)"
         if any(header.model != self._model_digest for header in headers.values()):
             raise RedundancyError(f"{where}: of another model: clear it, or build the same layers")
         manifests = [Manifest.parse(headers[rank].manifest.encode(), Path(where)) for rank in sorted(headers)]
@@ -261,10 +261,10 @@ class InMemory(Checkpointing):
 
 def memory_directory(configured: str | None) -> Path:
     """This host's directory. Raises `ConfigError` where none is given."""
-    directory = configured or os.environ.get(DIRECTORY_VARIABLE)
+    directory = configured or os.environ.get(MEMORY_DIR_VARIABLE)
     if not directory:
         raise ConfigError(
-            f"malleus.redundancy.directory is null and {DIRECTORY_VARIABLE} is not set: give a directory in "
+            f"malleus.redundancy.directory is null and {MEMORY_DIR_VARIABLE} is not set: give a directory in "
             f"memory, such as /dev/shm/my_job, that no other job uses"
         )
     return Path(directory)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from malleus_ds.config import DEFAULT_TIMEOUT_S
 from malleus_ds.detector.layer_timer import LayerTimer
 from malleus_ds.detector.waits import CollectiveWaits
+from malleus_ds.elastic.restart_plan import RestartPlan
 from malleus_ds.emulation import layers_of
 from malleus_ds.pipe.agreement import require_equal, run_together
 from malleus_ds.pipe.build import build_without_data
@@ -95,11 +96,13 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.gradient_group = None if dist.get_backend() == dist.Backend.GLOO else dist.new_group()
         self._layer_specs = list(layers)
         self._num_layers = len(self._layer_specs)
-        self.has_implicit_plan = plan is None
-        """True when the plan came from ``num_stages``: the config then gives the micro-batches."""
+        self.restart_plan: RestartPlan | None = None
+        """After a loss: what `malleus-run` gives in place of the job's first plan."""
 
         def first_plan() -> ParallelPlan:
-            chosen = plan or self._equal_plan(num_stages, topology, partition_method, layer_costs)
+            self.restart_plan = RestartPlan.of_environment()
+            given = plan if self.restart_plan is None else self.restart_plan.plan
+            chosen = given or self._equal_plan(num_stages, topology, partition_method, layer_costs)
             chosen.validate(self._num_layers, self.world_size)
             self.num_slices = max_degree(chosen)  # `start_with` may raise it
             return chosen
@@ -107,6 +110,8 @@ class MalleusPipelineModule(PipelineModule):  # type: ignore[misc]
         self.plan, notes = run_together(first_plan, note=lambda chosen: (chosen.digest, self._layer_names()))
         require_equal("plans", [digest for digest, _ in notes], "give every rank the same plan")
         require_equal("layers", [", ".join(names) for _, names in notes], "give every rank the same layers")
+        self.has_implicit_plan = plan is None and self.restart_plan is None
+        """True when the plan came from ``num_stages``: the config then gives the micro-batches."""
         self.num_replicas = self._first_replicas = nominal_replicas(self.plan)
         self.fwd_map: dict[str, int] = {}
         self.forward_funcs: list[Any] = []

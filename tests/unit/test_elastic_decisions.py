@@ -1,0 +1,143 @@
+"""What `malleus-run` decides: who is lost, which devices come next, and what the planner is asked."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from malleus_ds.cluster import ClusterError
+from malleus_ds.elastic.devices import Device, first_devices, next_devices, parse_hosts
+from malleus_ds.elastic.judge import Ending, judge
+from malleus_ds.elastic.restart_plan import RestartPlan, changed_world, renumbered
+from malleus_ds.elastic.run_files import ExitNote
+from malleus_ds.environment import PLAN_VARIABLE
+from malleus_ds.errors import tells_of_lost_peer
+from malleus_ds.plan import ParallelPlan, Pipeline, PlanError, Stage
+
+HOSTFILE = """\
+# the cluster
+a slots=2
+b slots=1   # spare
+c slots=2
+"""
+
+
+def devices(text: str) -> tuple[Device, ...]:
+    """``a0 a1 b0``"""
+    return tuple(Device(word[0], int(word[1:])) for word in text.split())
+
+
+def test_spare_hosts_are_marked_in_the_file_or_named() -> None:
+    assert first_devices(parse_hosts(HOSTFILE)) == devices("a0 a1 c0 c1")
+    assert first_devices(parse_hosts(HOSTFILE, ["c"])) == devices("a0 a1")
+    with pytest.raises(ClusterError, match="--spare_hosts d: not in the hostfile, which has a, b, c;"):
+        parse_hosts(HOSTFILE, ["d"])
+    with pytest.raises(ClusterError, match="all hosts are spare"):
+        parse_hosts(HOSTFILE, ["a", "c"])
+
+
+def test_next_devices() -> None:
+    hosts, current = parse_hosts(HOSTFILE), devices("a0 a1 c0 c1")
+    text_of_a = hosts[0].text
+    assert next_devices(hosts, current, {}, 4) == current
+    lost = {Device("a", 1): text_of_a}
+    # The spare host joins behind those in use, and stays when all are back.
+    assert next_devices(hosts, current, lost, 4) == devices("a0 c0 c1 b0")
+    assert next_devices(hosts, devices("a0 c0 c1 b0"), lost, 3) == devices("a0 c0 c1 b0")
+    # Not needed: enough devices are left.
+    assert next_devices(hosts, current, lost, 3) == devices("a0 c0 c1")
+    repaired = parse_hosts(HOSTFILE.replace("a slots=2", "a slots=2 # repaired"))
+    assert next_devices(repaired, devices("a0 c0 c1"), lost, 4) == devices("a0 a1 c0 c1")
+    others = parse_hosts("d slots=1\nc slots=1\n")
+    assert next_devices(others, current, lost, 4) == devices("c0 d0")
+
+
+def note(rank: int, code: int, lost_peer: bool = False, was_stopped: bool = False) -> ExitNote:
+    return ExitNote(rank, code, was_stopped, lost_peer, f"line {rank}")
+
+
+@pytest.mark.parametrize(
+    ("notes", "ending", "lost"),
+    [
+        ([note(0, 0), note(1, 0)], Ending.DONE, {}),
+        ([note(0, 1, lost_peer=True), note(1, -9)], Ending.LOSS, {1: "SIGKILL"}),
+        ([note(0, 0), note(1, -signal.SIGSEGV)], Ending.LOSS, {1: "SIGSEGV"}),
+        # Gloo's threads may abort a rank that leaves for a lost peer, and it may be slow to go.
+        ([note(0, -6, lost_peer=True), note(1, -15, True, True), None], Ending.LOSS, {2: "host is gone"}),
+        ([note(0, 1, lost_peer=True), note(1, -9, was_stopped=True)], Ending.LOSS, {1: "hangs"}),
+        ([note(0, 1, lost_peer=True), note(1, 1)], Ending.LOSS, {1: "failed with code 1: line 1"}),
+        # A broken connection, and nobody is to blame.
+        ([note(0, 1, lost_peer=True), note(1, 1, lost_peer=True)], Ending.LOSS, {}),
+        ([note(0, 2), note(1, 1, lost_peer=True)], Ending.MISTAKE, {}),
+        # Beside a killed rank, what others say does not count.
+        ([note(0, 2), note(1, -9)], Ending.LOSS, {1: "SIGKILL"}),
+        ([note(0, 1), note(1, 1)], Ending.BROKEN, {0: "line 0", 1: "line 1"}),
+        ([None, None], Ending.BROKEN, {0: "gone", 1: "gone"}),
+    ],
+)
+def test_judge(notes: list[ExitNote | None], ending: Ending, lost: dict[int, str]) -> None:
+    judgement = judge(dict(enumerate(notes)), has_progress=False)
+    assert judgement.ending is ending
+    assert [each.rank for each in judgement.lost] == list(lost)
+    for each in judgement.lost:
+        assert lost[each.rank] in each.how
+
+
+def test_all_ranks_lost_after_a_step_start_again() -> None:
+    judgement = judge({0: note(0, 1), 1: None}, has_progress=True)
+    assert (judgement.ending, judgement.lost) == (Ending.LOSS, ())
+    assert judgement.reason == "all ranks were lost at once, the first one failed with code 1: line 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_victim"),
+    [
+        ("rank 1: PeerLostError: rank 1 lost a peer in step 3: Connection closed by peer", True),
+        ("malleus_ds.pipe.agreement.RankFailedError: rank 0 failed: KeyError: 3", True),
+        ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error", True),
+        ("[rank1]: RuntimeError: Application timeout caused pair closure", True),
+        ("torch.distributed.DistBackendError: NCCL error in: ...", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
+        ("KeyError: 'PeerLost'", False),
+    ],
+)
+def test_who_ended_for_a_peer(line: str, is_victim: bool) -> None:
+    assert tells_of_lost_peer(line) is is_victim
+
+
+def plan(*pipelines: list[tuple[tuple[int, ...], int, int]], standby: tuple[int, ...] = ()) -> ParallelPlan:
+    stages = [tuple(Stage(ranks, (start, stop)) for ranks, start, stop in stages) for stages in pipelines]
+    return ParallelPlan(tuple(Pipeline(each, 2) for each in stages), 1, standby)
+
+
+def test_the_planner_is_asked_about_old_and_new_devices() -> None:
+    old, new = devices("a0 a1 b0 b1"), devices("a0 b0 b1 c0 c1")
+    current = plan([((0, 1), 0, 3)], [((2,), 0, 3)], standby=(3,))
+    request: dict[str, Any] = {"rates": [1.0, 1.0, 2.5, 1.0], "current": current.to_dict(), "nodes": None}
+    asked = changed_world(request, old, new)
+    assert asked["rates"] == [1.0, "inf", 2.5, 1.0, 1.0, 1.0]
+    assert asked["nodes"] == [[0, 1], [2, 3], [4, 5]]
+    assert asked["current"]["standby"] == [3, 4, 5]
+    assert ParallelPlan.from_dict(asked["current"]).world_size == 6
+    answer = plan([((2, 3), 0, 3)], [((4,), 0, 2), ((5,), 2, 3)], standby=(0, 1))
+    answered = renumbered(answer, old, new)
+    assert answered == plan([((1, 2), 0, 3)], [((3,), 0, 2), ((4,), 2, 3)], standby=(0,))
+    answered.validate(3, len(new), nodes=[[0], [1, 2], [3, 4]])
+
+
+def test_restart_plan_of_the_environment(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLAN_VARIABLE, raising=False)
+    assert RestartPlan.of_environment() is None
+    path = tmp_path / "plan.json"
+    monkeypatch.setenv(PLAN_VARIABLE, str(path))
+    restart = RestartPlan(plan([((0,), 0, 3)]), 2, None)
+    restart.save(path)
+    assert RestartPlan.of_environment() == restart
+    path.write_text("{}")
+    with pytest.raises(PlanError, match=f"{PLAN_VARIABLE} is {path}: not a plan of malleus-run"):
+        RestartPlan.of_environment()
+    path.unlink()
+    with pytest.raises(PlanError, match="not a plan of malleus-run"):
+        RestartPlan.of_environment()
