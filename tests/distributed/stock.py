@@ -91,6 +91,9 @@ class StockJob:
 
     def state(self) -> Whole:
         """The whole training state, on every rank, by DeepSpeed's functions; ties from the first stage."""
+        link = getattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:
+            link()  # of what was loaded, which the first step would do
         own: Whole = {}
         for name, parameter in self.engine.module.named_parameters():
             own["parameter", name] = parameter.detach().clone()
