@@ -41,8 +41,8 @@ class Manifest:
 
     optimizer: class of the torch optimizer; position: steps and samples so far; seeds: of dropout, sample
     order and initial weights (empty where unknown); plan: the one it was saved under, which loading does not
-    need (empty where unknown); in_order: the tensors of each layer are in the order of its module, as other
-    layouts need them.
+    need (empty where unknown); in_order: the tensors of each layer are in the order of its module, and all
+    layers of ties are known, as other layouts need it.
     """
 
     tensors: tuple[LogicalTensor, ...]

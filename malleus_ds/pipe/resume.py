@@ -82,17 +82,18 @@ def check(engine: Evaluation, manifest: Manifest, wanted: Wanted, path: str) -> 
     """Raise `CheckpointError`, which names ``path``, unless the checkpoint fits this job."""
     _check_tensors(manifest.tensors, logical_tensors(engine.optimizer), wanted, path)
     kind, num_groups = type(engine.optimizer.optimizer).__name__, len(engine.optimizer.param_groups)
+    saved_kind = manifest.optimizer or "no optimizer"
     if wanted.optimizer and (manifest.optimizer, len(manifest.groups)) != (kind, num_groups):
         raise CheckpointError(
-            f"{path}: has {manifest.optimizer} with {len(manifest.groups)} parameter groups, but the job has "
+            f"{path}: has {saved_kind} with {len(manifest.groups)} parameter groups, but the job has "
             f"{kind} with {num_groups}: use the same, or load_optimizer_states=False"
         )
     scheduler, saved = engine.lr_scheduler, manifest.lr_scheduler
     if wanted.lr_scheduler and scheduler is not None:
-        saved_kind = "no LR scheduler" if saved is None else saved.type
-        if saved_kind not in (UNKNOWN, type(scheduler).__name__):
+        saved_type = "no LR scheduler" if saved is None else saved.type
+        if saved_type not in (UNKNOWN, type(scheduler).__name__):
             raise CheckpointError(
-                f"{path}: has {saved_kind}, but the job has {type(scheduler).__name__}: use the same, or "
+                f"{path}: has {saved_type}, but the job has {type(scheduler).__name__}: use the same, or "
                 f"load_lr_scheduler_states=False"
             )
 

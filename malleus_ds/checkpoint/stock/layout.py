@@ -56,8 +56,9 @@ def check_layout(layout: StockLayout, manifest: Manifest, path: object) -> None:
         raise CheckpointError(f"{path}: has no optimizer state: write the weights only")
     if not manifest.in_order:
         raise CheckpointError(
-            f"{path}: does not know the order of the parameters, which DeepSpeed's optimizer state needs: "
-            f"load and save it once with this malleus_ds, or write the weights only"
+            f"{path}: does not know the order of the parameters, or all layers of its ties, which "
+            f"DeepSpeed's optimizer state needs: load and save it once in a job, import it with --tied, or "
+            f"write the weights only"
         )
     low = sorted({t.dtype for t in manifest.tensors if t.group is not None and t.dtype != "float32"})
     if layout.zero_stage == 0 and low:

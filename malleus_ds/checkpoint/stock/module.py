@@ -20,12 +20,14 @@ Ties = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StockModule:
-    """tensors: by global name, in the order of registration, parameters and buffers; ties: those known."""
+    """tensors: by global name, in the order of registration, parameters and buffers; knows_ties: the ties are
+    those of the model, not only what the files show: a layer without a file may use one, too."""
 
     tensors: Mapping[str, Tensor]
     ties: Ties
     num_layers: int
     buffers: Collection[str]
+    knows_ties: bool
     by_owner: dict[str, list[str]] = field(default_factory=dict)
 
     def layers_of(self, name: str) -> tuple[int, ...]:
@@ -64,9 +66,7 @@ def read_module(
     """ties: as given; others are found by the names in ``trained``, the numbers of elements of what the
     optimizer's partitions name (none without ZeRO)."""
     contents = {layer: read_pickle(path) for layer, path in sorted(layers.items())}
-    known = dict(ties)
-    if not known:
-        known = _find_ties(contents, trained)
+    known = dict(ties) or _find_ties(contents, trained)
     key_of = {layer: key for key, used in known.items() for layer in used}
     tensors: dict[str, Tensor] = {}
     by_owner: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def read_module(
             tensors[f"{owner}.{name}"] = tensor.detach()
             by_owner[owner].append(f"{owner}.{name}")
     num_layers = 1 + max([*contents, *key_of])
-    return StockModule(tensors, known, num_layers, buffers, by_owner)
+    return StockModule(tensors, known, num_layers, buffers, known == dict(ties), by_owner)
 
 
 def _find_ties(

@@ -56,8 +56,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
         if refused is None:
             raise CheckpointError(f"{path}: damaged, or not a file of torch.save") from error
         raise CheckpointError(
-            f"{path}: has a {refused[1]}, which could run code when it is loaded, and was not: load the "
-            f"checkpoint with DeepSpeed, if you trust it, and save it without"
+            f"{path}: names {refused[1]}, which could run code, and was not loaded: if you trust the "
+            f"checkpoint, load it with DeepSpeed and save it without"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: has a {type(content).__name__}, but DeepSpeed writes a dictionary")

@@ -194,7 +194,7 @@ def _assemble(
         seeds={},
         plan={},
         client_state=kept,
-        in_order=True,
+        in_order=module.knows_ties,
     )
     return StockCheckpoint(directory, manifest, contents, left_out)
 
