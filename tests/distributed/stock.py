@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
@@ -26,14 +26,30 @@ from tests.distributed.reference import (
     Tokens,
     gpt,
 )
+from tests.distributed.test_checkpoint import FrozenBlock, Half
 from tests.distributed.test_precision import allow_fp16
 
 NUM_STAGES = 2
 
 
-def layers(tie_embeddings: bool) -> list[Any]:
-    """Without dropout, whose random numbers differ between the engines."""
-    return gpt_layers(replace(gpt(tie_embeddings), dropout=0.0))
+def layers(kind: str) -> list[Any]:
+    """Without dropout, whose random numbers differ between the engines.
+
+    kind: "tied", "untied", or "special", with frozen parameters and buffers.
+    """
+    config = replace(gpt(kind == "tied"), dropout=0.0)
+    specs = gpt_layers(config)
+    if kind == "special":
+        specs[3:5] = [LayerSpec(Half), LayerSpec(FrozenBlock, config)]
+    return specs
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """As most programs have them: matrices decay, vectors do not."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def stock_config(precision: str, zero_stage: int, **options: Any) -> dict[str, Any]:
@@ -56,10 +72,12 @@ def stock_config(precision: str, zero_stage: int, **options: Any) -> dict[str, A
 class StockJob:
     """One rank of a job of `NUM_STAGES` stages, and as many pipelines as the world has room for.
 
-    `first_step`: of the samples.
+    first_step: of the samples; has_groups: whether it has `parameter_groups`.
     """
 
-    def __init__(self, specs: Sequence[Any], config: dict[str, Any], first_step: int = 0) -> None:
+    def __init__(
+        self, specs: Sequence[Any], config: dict[str, Any], first_step: int = 0, has_groups: bool = False
+    ) -> None:
         allow_fp16()
         module = PipelineModule(
             list(specs),
@@ -70,9 +88,8 @@ class StockJob:
             partition_method="uniform",
         )
         self.engine: PipelineEngine
-        self.engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=list(module.parameters()), config=config
-        )
+        parameters = parameter_groups(module) if has_groups else list(module.parameters())
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
         self._batches = self._read(first_step)
 
     def steps(self, count: int) -> list[float]:
@@ -92,11 +109,16 @@ class StockJob:
     def state(self) -> Whole:
         """The whole training state, on every rank, by DeepSpeed's functions; ties from the first stage."""
         link = getattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            link()  # of what was loaded, which the first step would do
+        if link is not None:  # what was loaded is linked by the next step, and then the first group only
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            link()
         own: Whole = {}
+        for name, buffer in self.engine.module.named_buffers():
+            own["parameter", name] = buffer.clone()
         for name, parameter in self.engine.module.named_parameters():
             own["parameter", name] = parameter.detach().clone()
+            if not parameter.requires_grad:
+                continue
             if parameter.dtype != torch.float32:
                 own["master", name] = self._full(parameter, None)
             for state in ("exp_avg", "exp_avg_sq"):
