@@ -80,12 +80,13 @@ def _seeds(engine: Evaluation) -> dict[str, int]:
 
 def check(engine: Evaluation, manifest: Manifest, wanted: Wanted, path: str) -> None:
     """Raise `CheckpointError`, which names ``path``, unless the checkpoint fits this job."""
+    if wanted.optimizer and not manifest.groups:
+        raise CheckpointError(f"{path}: has weights alone: load it with load_module_only=True")
     _check_tensors(manifest.tensors, logical_tensors(engine.optimizer), wanted, path)
     kind, num_groups = type(engine.optimizer.optimizer).__name__, len(engine.optimizer.param_groups)
-    saved_kind = manifest.optimizer or "no optimizer"
     if wanted.optimizer and (manifest.optimizer, len(manifest.groups)) != (kind, num_groups):
         raise CheckpointError(
-            f"{path}: has {saved_kind} with {len(manifest.groups)} parameter groups, but the job has "
+            f"{path}: has {manifest.optimizer} with {len(manifest.groups)} parameter groups, but the job has "
             f"{kind} with {num_groups}: use the same, or load_optimizer_states=False"
         )
     scheduler, saved = engine.lr_scheduler, manifest.lr_scheduler

@@ -169,7 +169,7 @@ def train_on(theirs: Path, folder: Path) -> None:
     on_rank_0(lambda: main([*command, "--num-heads", "2"]))
     command = ["checkpoint", "import", str(theirs), str(folder / "back"), "--format", "huggingface"]
     on_rank_0(lambda: main([*command, "--dtype", "bfloat16"]))
-    assert "has no optimizer with 0 parameter groups" in load_error(engine, str(folder / "back"))
+    assert "has weights alone" in load_error(engine, str(folder / "back"))
     engine.load_checkpoint(str(folder / "back"), load_module_only=True)
     expected = {name: parameter.detach().bfloat16() for name, parameter in weights.named_parameters()}
     torch.testing.assert_close(gather_parameters(engine), expected, rtol=0, atol=0)
