@@ -124,14 +124,7 @@ def read_llama_shape(directory: Path) -> LlamaConfig:
     path = directory / "config.json"
     data = _read_json(path)
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    num_heads = data.get("num_attention_heads")
-    fixed = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "head_dim": (data.get("hidden_size") or 0) // (num_heads or 1),
-    }
+    fixed = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, expected in fixed.items():
         if data.get(key, expected) not in (expected, None):
             raise CheckpointError(
@@ -140,12 +133,12 @@ def read_llama_shape(directory: Path) -> LlamaConfig:
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise CheckpointError(f"{path}: rotary positions are scaled ({rope}), which ours are not")
     try:
-        return LlamaConfig(
+        config = LlamaConfig(
             vocabulary_size=data["vocab_size"],
             hidden_size=data["hidden_size"],
             intermediate_size=data["intermediate_size"],
-            num_heads=num_heads or 0,
-            num_kv_heads=data.get("num_key_value_heads") or num_heads or 0,
+            num_heads=data["num_attention_heads"],
+            num_kv_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
             num_blocks=data["num_hidden_layers"],
             rope_base=float(rope.get("rope_theta", data.get("rope_theta", 10_000.0))),
             norm_epsilon=data.get("rms_norm_eps", 1e-6),
@@ -153,6 +146,12 @@ def read_llama_shape(directory: Path) -> LlamaConfig:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: lacks {error}, or it is of another type") from error
+    if data.get("head_dim") not in (config.head_dim, None):
+        raise CheckpointError(
+            f"{path}: head_dim is {data['head_dim']}, but hidden_size / num_attention_heads is "
+            f"{config.head_dim}"
+        )
+    return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

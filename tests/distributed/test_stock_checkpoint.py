@@ -49,10 +49,11 @@ class Case:
         return stock_config(self.precision, self.zero_stage, **self.options)
 
 
+ALIGNED = {"zero_optimization": {"stage": 1, "parameter_alignment": True}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = [
     Case("fp32", 0, "tied", 1e-5, {}),
-    Case("fp32", 1, "tied", 1e-5, {}),
+    Case("fp32", 1, "tied", 1e-5, ALIGNED),
     Case("fp32", 0, "special", 1e-5, {}),
     Case("fp32", 1, "special", 1e-5, {}),
     Case("bf16", 0, "tied", 5e-3, {}),

@@ -123,6 +123,7 @@ def test_what_is_not_our_llama_is_refused(tmp_path: Path, capsys: pytest.Capture
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "are scaled"),
         ({"num_hidden_layers": 3}, "lacks 9 tensors"),
         ({"vocab_size": None}, "of another type"),
+        ({"head_dim": 3}, "head_dim is 3"),
     ):
         path.write_text(json.dumps({**document, **change}))
         with pytest.raises(CheckpointError, match=part):

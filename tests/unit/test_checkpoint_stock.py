@@ -188,6 +188,11 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (without("layer_*"), "has no files layer_"),
     (without("mp_rank_00*"), "mp_rank_00_model_states.pt: is missing"),
     (without("zero_pp_rank_0_mp_rank_01*"), "zero_pp_rank_0_mp_rank_01_optim_states.pt: is missing"),
+    (without("mp_rank_01*"), "mp_rank_01_model_states.pt: is missing"),
+    (without("zero_pp_rank_1*"), "zero_pp_rank_1_mp_rank_00_optim_states.pt: is missing"),
+    (without("layer_01*"), "state of '1.weight', which no file layer_* has"),
+    (edit("layer_01-model_states.pt", weight=Tensor(5)), "'1.weight' has 5 elements"),
+    (edit("mp_rank_00_model_states.pt", dp_world_size=None), "do not hold what DeepSpeed writes"),
     (cut, "layer_01-model_01-model_states.pt: a part of a layer"),
     (
         edit("mp_rank_01_model_states.pt", global_steps=9),

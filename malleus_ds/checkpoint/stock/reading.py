@@ -88,6 +88,17 @@ def open_stock(
     model: the job's tensors, where there is a job; ties: layers that share a module, where there is none
     (they are found for ZeRO-1). Raises `CheckpointError` that names the file and what is wrong.
     """
+    try:
+        return _open(directory, model, ties, with_optimizer)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory}: its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _open(
+    directory: Path, model: Sequence[LogicalTensor] | None, ties: Ties | None, with_optimizer: bool
+) -> StockCheckpoint:
     files = find_files(directory)
     stages = [read_pickle(path) for path in files.stages]
     _check_stages(files, stages)
@@ -96,7 +107,9 @@ def open_stock(
     states: list[list[FlatState]] = []
     if with_optimizer:
         states = [partitioned(files.partitions[stage]) for stage in sorted(files.partitions)]
-    module = read_module(files.layers, known_ties, _sizes(states), buffers)
+    sizes = _sizes(states)
+    module = read_module(files.layers, known_ties, sizes, buffers)
+    _check_sizes(directory, sizes, module)
     if with_optimizer and not states and any(stage.get("optimizer") for stage in stages):
         optimizers = [
             WholeOptimizer.of(path, stage["optimizer"])
@@ -116,6 +129,16 @@ def _check_stages(files: StockFiles, stages: Sequence[Mapping[str, Any]]) -> Non
                 f"{path}: of step {stage['global_steps']}, but {files.stages[0].name} is of step "
                 f"{stages[0]['global_steps']}: files of two checkpoints are mixed"
             )
+    num_stages, num_replicas = stages[0]["mp_world_size"], stages[0]["dp_world_size"]
+    counts = {f"mp_rank_{num_stages - 1:02d}_model_states.pt": (len(stages), num_stages)}
+    for number, paths in files.partitions.items():
+        name = f"zero_pp_rank_{num_replicas - 1}_mp_rank_{number:02d}_optim_states.pt"
+        counts[name] = (len(paths), num_replicas)
+    for name, (count, expected) in counts.items():
+        if count != expected:
+            raise CheckpointError(
+                f"{files.directory / name}: is missing: {count} of {expected} such files are there"
+            )
 
 
 def _sizes(states: Sequence[Sequence[FlatState]]) -> dict[str, int]:
@@ -125,6 +148,21 @@ def _sizes(states: Sequence[Sequence[FlatState]]) -> dict[str, int]:
         for run in (run for state in stage for run in state.runs):
             sizes[run.name] = max(sizes.get(run.name, 0), run.first + run.size)
     return sizes
+
+
+def _check_sizes(directory: Path, sizes: Mapping[str, int], module: StockModule) -> None:
+    """What is trained must be in the files of the layers."""
+    for name, size in sizes.items():
+        tensor = module.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{directory}: the optimizer has state of {name!r}, which no file layer_* has: one is missing"
+            )
+        if size != tensor.numel():
+            raise CheckpointError(
+                f"{directory}: {name!r} has {tensor.numel()} elements in the file of its layer, but {size} "
+                f"in the optimizer's"
+            )
 
 
 @dataclass(frozen=True, slots=True)
