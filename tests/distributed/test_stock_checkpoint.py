@@ -42,7 +42,13 @@ class Case:
     options: dict[str, Any]
 
     def __str__(self) -> str:
-        return "-".join([self.precision, f"zero{self.zero_stage}", self.kind, *self.options])
+        names = ["shuffled"] if self.is_shuffled else self.options
+        return "-".join([self.precision, f"zero{self.zero_stage}", self.kind, *names])
+
+    @property
+    def is_shuffled(self) -> bool:
+        """DeepSpeed's own functions then mix parameters up, and losses alone can tell."""
+        return "round_robin_gradients" in self.options.get("zero_optimization", {})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -50,12 +56,14 @@ class Case:
 
 
 ALIGNED = {"zero_optimization": {"stage": 1, "parameter_alignment": True}}
+SHUFFLED = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = [
     Case("fp32", 0, "tied", 1e-5, {}),
     Case("fp32", 1, "tied", 1e-5, ALIGNED),
     Case("fp32", 0, "special", 1e-5, {}),
     Case("fp32", 1, "special", 1e-5, {}),
+    Case("fp32", 1, "untied", 1e-5, SHUFFLED),
     Case("bf16", 0, "tied", 5e-3, {}),
     Case("bf16", 1, "untied", 1e-4, {}),
     Case("bf16", 1, "untied", 1e-4, FP32_GRADIENTS),
@@ -97,11 +105,12 @@ def there_and_back(case: Case, folder: Path) -> None:
     path, client_state = engine.load_checkpoint(str(folder / "stock"))
     assert (path, client_state) == (str(folder / "stock/global_step2"), {"epoch": 3})
     assert (engine.global_steps, engine.global_samples) == (2, 32)
-    assert_same_state(gather_state(engine), state)
+    if not case.is_shuffled:
+        assert_same_state(gather_state(engine), state)
     losses = [engine.train_batch().item() for _ in range(2)]
     torch.testing.assert_close(losses, expected, rtol=case.rtol, atol=0)
     assert engine.get_lr() == rate
-    if case.zero_stage == 0 and case.precision != "fp32":
+    if case.is_shuffled or (case.zero_stage == 0 and case.precision != "fp32"):  # not written
         engine.destroy()
         return
 

@@ -200,7 +200,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     ),
     (edit("layer_01-model_states.pt", weight=3), "'weight' is a int"),
     (lambda directory: (directory / "layer_01-model_states.pt").write_bytes(b"no"), "damaged, or not"),  # type: ignore[list-item, return-value]
-    (shorten, "ends before the parameter does"),
+    (shorten, "but 3 in zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     (elastic, "elastic_checkpoint false"),
 ]
 

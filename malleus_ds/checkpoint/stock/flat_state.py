@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,48 @@ class FlatState:
                 yield Content(interval, flat[run.offset : run.offset + run.size])
 
 
-def partitioned(paths: Sequence[Path]) -> list[FlatState]:
-    """The state of one stage from the files of its data-parallel ranks, in their order."""
+def partitioned(
+    paths: Sequence[Path], shapes: Sequence[Mapping[str, Sequence[int]]] | None
+) -> list[FlatState]:
+    """The state of one stage from the files of its data-parallel ranks, in their order.
+
+    shapes: of the parameters of each group, in the order of the flat group, where the stage's file has them.
+    Else the partitions' own mappings are taken, which are wrong for ``round_robin_gradients`` (in 0.19.8).
+    """
     found: dict[str, int] = {}
     states = []
-    for path in paths:
+    sizes: dict[int, int] = {}
+    for rank, path in enumerate(paths):
         content = _optimizer_state(path)
         masters, base = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]
         for group, mapping in enumerate(content["param_slice_mappings"]):
-            runs = tuple(_runs(mapping, found))
+            # Without this key it is BF16_Optimizer, which keeps the padding.
+            padding = content["group_paddings"][group] if "zero_stage" in content else 0
+            size = masters[group].numel() + padding
+            if size != sizes.setdefault(group, size):
+                raise CheckpointError(
+                    f"{path}: group {group} has {size} elements, but {sizes[group]} in {paths[0].name}: "
+                    f"damaged, or of another checkpoint"
+                )
+            if shapes is None:
+                runs = tuple(_mapped_runs(mapping, found))
+            else:
+                gaps = content.get("param_alignment_paddings") or [[0] * len(names) for names in shapes]
+                runs = tuple(_runs(shapes[group], gaps[group], rank * size, (rank + 1) * size))
             state = base["state"].get(base["param_groups"][group]["params"][0], {})
             flat = _flat(group, runs, state, base["param_groups"][group], masters[group])
             states.append(replace(flat, loss_scaler=content.get("loss_scaler")))
     return states
+
+
+def _runs(shapes: Mapping[str, Sequence[int]], gaps: Sequence[int], start: int, stop: int) -> Iterator[Run]:
+    """What is in the elements ``[start, stop)`` of a flat group. gaps: padding behind each parameter."""
+    first = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        low, high = max(start, first), min(stop, first + prod(shape))
+        if low < high:
+            yield Run(name, low - first, low - start, high - low)
+        first += prod(shape) + gap
 
 
 def _optimizer_state(path: Path) -> dict[str, Any]:
@@ -80,7 +110,7 @@ def _optimizer_state(path: Path) -> dict[str, Any]:
     return content
 
 
-def _runs(mapping: Mapping[str, FragmentAddress], found: dict[str, int]) -> Iterator[Run]:
+def _mapped_runs(mapping: Mapping[str, FragmentAddress], found: dict[str, int]) -> Iterator[Run]:
     """found: elements of each parameter that the partitions before have; grows."""
     for name, address in mapping.items():
         first = found.get(name, 0)

@@ -106,10 +106,15 @@ def _open(
     buffers = {name for stage in stages for name in stage.get("buffer_names") or ()}
     states: list[list[FlatState]] = []
     if with_optimizer:
-        states = [partitioned(files.partitions[stage]) for stage in sorted(files.partitions)]
-    sizes = _sizes(states)
+        states = [
+            partitioned(files.partitions[number], stages[number].get("param_shapes"))
+            for number in sorted(files.partitions)
+        ]
+    sizes = {name: 0 for stage in stages for group in stage.get("param_shapes") or () for name in group}
+    sizes |= _sizes(states)
     module = read_module(files.layers, known_ties, sizes, buffers)
-    _check_sizes(directory, sizes, module)
+    if with_optimizer:
+        _check_sizes(directory, sizes, module)
     if with_optimizer and not states and any(stage.get("optimizer") for stage in stages):
         optimizers = [
             WholeOptimizer.of(path, stage["optimizer"])
@@ -142,11 +147,13 @@ def _check_stages(files: StockFiles, stages: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _sizes(states: Sequence[Sequence[FlatState]]) -> dict[str, int]:
-    """Elements of each parameter that the optimizer has."""
+    """Elements of each parameter that the optimizers of the stages have."""
     sizes: dict[str, int] = {}
     for stage in states:
+        own: dict[str, int] = {}
         for run in (run for state in stage for run in state.runs):
-            sizes[run.name] = max(sizes.get(run.name, 0), run.first + run.size)
+            own[run.name] = own.get(run.name, 0) + run.size
+        sizes = {**own, **sizes}
     return sizes
 
 
