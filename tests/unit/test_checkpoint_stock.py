@@ -169,6 +169,13 @@ def shorten(directory: Path) -> None:
     change_pickle(directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt", change)
 
 
+def other_rate(directory: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.7
+
+    change_pickle(directory / "zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
+
+
 def elastic(directory: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["optimizer_state_dict"]["base_optimizer_state"] = []
@@ -201,6 +208,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (edit("layer_01-model_states.pt", weight=3), "'weight' is a int"),
     (lambda directory: (directory / "layer_01-model_states.pt").write_bytes(b"no"), "damaged, or not"),  # type: ignore[list-item, return-value]
     (shorten, "but 3 in zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    (other_rate, "group 0 has other options in another stage"),
     (elastic, "elastic_checkpoint false"),
 ]
 

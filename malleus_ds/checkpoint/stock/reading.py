@@ -196,7 +196,7 @@ def _by_group(
     taken: set[str] = set()
     for stage in stages:
         own = {run.name for state in stage for run in state.runs}
-        for state in stage:
+        for state in (state for state in stage if state.runs):  # others are padding alone
             groups = {group_of.get(run.name) for run in state.runs} if group_of is not None else {state.group}
             known = sorted(group for group in groups if group is not None)
             group = known[0] if known else state.group
@@ -225,7 +225,7 @@ def _assemble(
     first = stages[0]
     config = first.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    groups = _group_entries(module, grouped)
+    groups = _group_entries(module, grouped, directory)
     kept, left_out = client_state(first)
     scheduler = lr_scheduler(first, config)
     manifest = Manifest(
@@ -264,7 +264,9 @@ def _has_master(module: StockModule, name: str) -> bool:
     return gradient_dtype(dtype) != dtype
 
 
-def _group_entries(module: StockModule, grouped: Sequence[_Grouped]) -> tuple[GroupEntry, ...]:
+def _group_entries(
+    module: StockModule, grouped: Sequence[_Grouped], directory: Path
+) -> tuple[GroupEntry, ...]:
     """Of all groups, from the first stage that has each."""
     entries: dict[int, GroupEntry] = {}
     for item in grouped:
@@ -273,6 +275,12 @@ def _group_entries(module: StockModule, grouped: Sequence[_Grouped]) -> tuple[Gr
             for name, tensor in item.state.tensors.items()
             if name != MASTER or any(_has_master(module, run.name) for run in item.state.runs)
         }
-        if item.group not in entries or not entries[item.group].states:
-            entries[item.group] = GroupEntry(*shared_state(item.state, states))
+        entry = GroupEntry(*shared_state(item.state, states))
+        if entry.options != entries.setdefault(item.group, entry).options:
+            raise CheckpointError(
+                f"{directory}: parameter group {item.group} has other options in another stage: load it in a "
+                f"job (engine.load_checkpoint), which knows the groups"
+            )
+        if not entries[item.group].states:
+            entries[item.group] = entry
     return tuple(entries[group] for group in sorted(entries))
