@@ -158,7 +158,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "elements": sum(tensor.num_elements for tensor in manifest.tensors),
         "trained": sum(tensor.num_elements for tensor in trained),
         "dtypes": sorted({tensor.dtype for tensor in manifest.tensors}),
-        "optimizer": manifest.optimizer or "none",
+        "optimizer": manifest.optimizer or ("unknown" if manifest.groups else "none"),
         "states": [sorted(group.states) for group in manifest.groups],
         "lr_scheduler": None if manifest.lr_scheduler is None else manifest.lr_scheduler.type,
         "loss_scaler": None if manifest.loss_scaler is None else manifest.loss_scaler.type,

@@ -84,7 +84,8 @@ def check(engine: Evaluation, manifest: Manifest, wanted: Wanted, path: str) -> 
         raise CheckpointError(f"{path}: has weights alone: load it with load_module_only=True")
     _check_tensors(manifest.tensors, logical_tensors(engine.optimizer), wanted, path)
     kind, num_groups = type(engine.optimizer.optimizer).__name__, len(engine.optimizer.param_groups)
-    if wanted.optimizer and (manifest.optimizer, len(manifest.groups)) != (kind, num_groups):
+    is_other = manifest.optimizer not in (UNKNOWN, kind) or len(manifest.groups) != num_groups
+    if wanted.optimizer and is_other:
         raise CheckpointError(
             f"{path}: has {manifest.optimizer} with {len(manifest.groups)} parameter groups, but the job has "
             f"{kind} with {num_groups}: use the same, or load_optimizer_states=False"

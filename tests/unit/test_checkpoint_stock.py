@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from malleus_ds.checkpoint import CheckpointError
+from malleus_ds.checkpoint.manifest import GroupEntry
 from malleus_ds.checkpoint.opening import open_path
 from malleus_ds.checkpoint.part_file import Interval
+from malleus_ds.checkpoint.stock.scalars import optimizer_name
 from malleus_ds.cli.main import main
 from tests.checkpoints import write_own
 from tests.distributed.checkpoint_reference import Whole, assert_same_state, stored
@@ -281,3 +283,15 @@ def test_client_state_that_is_not_json_is_left_out(
     assert run("import", tmp_path / "stock", tmp_path / "back", "--tied", "embedding=0,4") == 0
     assert "left out, as it is not JSON: rng" in capsys.readouterr().err
     assert open_path(tmp_path / "back").manifest.client_state == {"epoch": 7}
+
+
+def test_optimizers_are_known_by_their_options() -> None:
+    """As torch and DeepSpeed name them; AdamW is that of the tests with jobs."""
+    for options, name in (
+        ("amsgrad decoupled_weight_decay", "Adam"),
+        ("bias_correction betas", "FusedAdam"),
+        ("bias_correction amsgrad", "DeepSpeedCPUAdam"),
+        ("momentum nesterov", "SGD"),
+        ("etas step_sizes", ""),
+    ):
+        assert optimizer_name([GroupEntry(dict.fromkeys(options.split(), False), {}, {})]) == name

@@ -231,7 +231,7 @@ def _assemble(
     manifest = Manifest(
         tensors=tensors,
         files=(),
-        optimizer=optimizer_name(groups, config, directory),
+        optimizer=optimizer_name(groups),
         groups=groups,
         lr_scheduler=scheduler,
         loss_scaler=loss_scaler(first, grouped[0].state.loss_scaler if grouped else None),

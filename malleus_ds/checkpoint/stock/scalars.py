@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from malleus_ds.checkpoint.errors import CheckpointError
@@ -19,7 +18,7 @@ OWN_KEYS = frozenset((
 ))  # fmt: skip
 """Keys of a stage's file that DeepSpeed writes; the others are client state."""
 UNKNOWN = ""
-"""Type of an LR scheduler that the config does not name."""
+"""Type of an LR scheduler or optimizer that the files do not tell: that of the job is taken."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
@@ -76,21 +75,11 @@ def shared_state(state: FlatState, states: Mapping[str, str]) -> tuple[Any, Mapp
     return options, states, {name: encode(value, name) for name, value in state.shared.items()}
 
 
-def optimizer_name(groups: Sequence[GroupEntry], config: Mapping[str, Any], directory: Path) -> str:
-    """Class of the torch optimizer: the files do not name it, but each has options of its own."""
-    if not groups:
-        return ""
-    options = groups[0].options
+def optimizer_name(groups: Sequence[GroupEntry]) -> str:
+    """Class of the torch optimizer, by its options, as the files do not name it; `UNKNOWN` for a rare one."""
+    options = groups[0].options if groups else {}
     if "decoupled_weight_decay" in options:
         return "AdamW" if options["decoupled_weight_decay"] else "Adam"
     if "bias_correction" in options:
-        return "FusedAdam"
-    if "nesterov" in options:
-        return "SGD"
-    named = (config.get("optimizer") or {}).get("type")
-    if not named:
-        raise CheckpointError(
-            f"{directory}: neither its config nor its options {sorted(options)} say which optimizer it has: "
-            f"load the module only (load_module_only=True)"
-        )
-    return str(named)
+        return "DeepSpeedCPUAdam" if "amsgrad" in options else "FusedAdam"
+    return "SGD" if "nesterov" in options else UNKNOWN
