@@ -40,7 +40,9 @@ class Manifest:
     """A checkpoint without its tensors' elements.
 
     optimizer: class of the torch optimizer; position: steps and samples so far; seeds: of dropout, sample
-    order and initial weights; plan: the one it was saved under, which loading does not need.
+    order and initial weights (empty where unknown); plan: the one it was saved under, which loading does not
+    need (empty where unknown); in_order: the tensors of each layer are in the order of its module, and all
+    layers of ties are known, as other layouts need it.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -53,6 +55,7 @@ class Manifest:
     seeds: Mapping[str, int]
     plan: Mapping[str, Any]
     client_state: Mapping[str, Any]
+    in_order: bool = False
 
     def to_json(self) -> bytes:
         content = asdict(self)
@@ -94,6 +97,7 @@ class Manifest:
             seeds=content["seeds"],
             plan=content["plan"],
             client_state=content["client_state"],
+            in_order=content.get("in_order", False),
         )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import FILE_NAME
 from malleus_ds.checkpoint.part_file import FileEntry, Interval
+from malleus_ds.checkpoint.places import Places
 
 
 def files_to_check(files: Sequence[FileEntry], rank: int, world_size: int) -> list[FileEntry]:
@@ -59,28 +58,17 @@ class IntervalReader:
         self._directory = directory
         self._opened: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._places: dict[tuple[str, str], list[tuple[Interval, str]]] = defaultdict(list)
-        for entry in files:
-            for interval in entry.intervals:
-                self._places[interval.state, interval.tensor].append((interval, entry.name))
-        for places in self._places.values():
-            places.sort(key=lambda place: place[0].start)
+        self._places = Places(
+            str(directory / FILE_NAME),
+            ((interval, entry.name) for entry in files for interval in entry.intervals),
+        )
+
+    def has(self, state: str, tensor: str) -> bool:
+        return self._places.has(state, tensor)
 
     def read(self, wanted: Interval) -> Tensor:
         """Its elements, on the host. Raises `CheckpointError` for elements that no file has."""
-        parts: list[Tensor] = []
-        position = wanted.start
-        for interval, name in self._places.get((wanted.state, wanted.tensor), ()):
-            if interval.start <= position < min(interval.stop, wanted.stop):
-                stop = min(interval.stop, wanted.stop)
-                parts.append(self._slice(name, interval, position, stop))
-                position = stop
-        if position < wanted.stop:
-            raise CheckpointError(
-                f"{self._directory / FILE_NAME}: no file has the elements [{position}, {wanted.stop}) of "
-                f"{wanted.state!r} of {wanted.tensor!r}"
-            )
-        return torch.cat(parts)  # a copy: the parts may be views of mapped files
+        return self._places.read(wanted, self._slice)
 
     def _slice(self, name: str, interval: Interval, start: int, stop: int) -> Tensor:
         path = self._directory / name

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import malleus_ds
-from malleus_ds.cli import demo, plan, simulate
+from malleus_ds.cli import checkpoint, demo, plan, simulate
 from malleus_ds.cli.errors import INTERRUPTED, JOB_FAILED, JobFailedError
 from malleus_ds.errors import USER_MISTAKE, is_user_mistake
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"malleus_ds {malleus_ds.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    checkpoint.add_parser(commands)
     demo.add_parser(commands)
     plan.add_parser(commands)
     simulate.add_parser(commands)

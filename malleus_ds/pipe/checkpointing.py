@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 from deepspeed.utils import logger
 from torch import Tensor
 
-from malleus_ds.checkpoint.directory import find, latest_tag
+from malleus_ds.checkpoint.contents import logical_tensors
 from malleus_ds.checkpoint.errors import CheckpointError
-from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
-from malleus_ds.checkpoint.reading import IntervalReader, check_files, files_to_check
+from malleus_ds.checkpoint.manifest import Manifest
+from malleus_ds.checkpoint.opening import Checkpoint, open_checkpoint
 from malleus_ds.checkpoint.restoring import Place, places, put_back
 from malleus_ds.pipe.agreement import require_equal, run_alike, run_together
 from malleus_ds.pipe.control_loop import ControlLoop
@@ -37,7 +36,7 @@ class Checkpointing(Saving):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of any plan, as in DeepSpeed. Collective over the world.
+        """Load a checkpoint of any plan, or one that DeepSpeed's own engine wrote. Collective over the world.
 
         Returns ``(path, client_state)``, or ``(None, None)`` without a tag and a file ``latest``. Raises
         `CheckpointError` on all ranks for one that is damaged or does not fit; the engine is unchanged then.
@@ -45,16 +44,6 @@ class Checkpointing(Saving):
         self.finish_saving()
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn: a pipeline engine does not take one, in DeepSpeed neither")
-        found, notes = run_alike(
-            CheckpointError,
-            lambda: open_checkpoint(load_dir, tag),
-            note=lambda found: "none" if found is None else f"{found[0].name} ({found[2]})",
-        )
-        require_equal("checkpoints", notes, "give every rank the same tag, in a directory that all share")
-        if found is None:
-            logger.warning(f"{load_dir} has no file 'latest': nothing is loaded; give a tag for an older one")
-            return None, None
-        directory, manifest, _ = found
         everything = not load_module_only
         wanted = Wanted(
             strict=load_module_strict,
@@ -62,16 +51,35 @@ class Checkpointing(Saving):
             lr_scheduler=load_lr_scheduler_states and everything,
             position=everything,
         )
-        run_alike(CheckpointError, lambda: check(self, manifest, wanted, str(directory / FILE_NAME)))
-        own_files = files_to_check(manifest.files, self.global_rank, len(notes))
-        run_alike(CheckpointError, lambda: check_files(directory, own_files))
+        found, notes = run_alike(
+            CheckpointError,
+            lambda: self._open(load_dir, tag, wanted),
+            note=lambda found: "none" if found is None else f"{found.directory.name} ({found.digest})",
+        )
+        require_equal("checkpoints", notes, "give every rank the same tag, in a directory that all share")
+        if found is None:
+            logger.warning(f"{load_dir} has no file 'latest': nothing is loaded; give a tag for an older one")
+            return None, None
+        manifest = found.manifest
+        if found.left_out and self.global_rank == 0:
+            logger.warning(f"{found.directory}: client state that is not JSON is left out: {found.left_out}")
+        run_alike(CheckpointError, lambda: check(self, manifest, wanted, str(found.path)))
+        run_alike(CheckpointError, lambda: found.check_share(self.global_rank, len(notes)))
         groups = None
         if wanted.optimizer:
             groups = {i: GroupState(dict(e.states), dict(e.shared)) for i, e in enumerate(manifest.groups)}
-        values, _ = run_alike(CheckpointError, lambda: self._read(directory, manifest, groups))
+        values, _ = run_alike(CheckpointError, lambda: self._read(found, groups))
         run_together(lambda: self._put_back(manifest, wanted, values, groups))
         self._loaded()
-        return str(directory), dict(manifest.client_state)
+        return str(found.directory), dict(manifest.client_state)
+
+    def _open(self, load_dir: str, tag: str | None, wanted: Wanted) -> Checkpoint | None:
+        return open_checkpoint(
+            Path(load_dir),
+            None if tag is None else str(tag),
+            model=logical_tensors(self.optimizer),
+            with_optimizer=wanted.optimizer,
+        )
 
     def _loaded(self) -> None:
         """The state is that of a checkpoint, on all ranks."""
@@ -93,23 +101,13 @@ class Checkpointing(Saving):
             self.control_loop.jump()
 
     def _read(
-        self, directory: Path, manifest: Manifest, groups: Mapping[int, GroupState] | None
+        self, checkpoint: Checkpoint, groups: Mapping[int, GroupState] | None
     ) -> list[tuple[Place, Tensor]]:
         """All that this rank holds and the checkpoint has, on the host."""
-        saved = {tensor.name for tensor in manifest.tensors}
-        with IntervalReader(directory, manifest.files) as reader:
+        saved = {tensor.name for tensor in checkpoint.manifest.tensors}
+        with checkpoint.reader() as reader:
             return [
                 (place, reader.read(place.span.of(place.state)))
                 for place in places(self.optimizer, groups)
                 if place.span.tensor in saved
             ]
-
-
-def open_checkpoint(load_dir: str, tag: str | None) -> tuple[Path, Manifest, str] | None:
-    """The directory of a checkpoint, its manifest and the checksum of that; None without any tag."""
-    chosen = latest_tag(Path(load_dir)) if tag is None else str(tag)
-    if chosen is None:
-        return None
-    directory = find(Path(load_dir), chosen)
-    text = read_manifest(directory)
-    return directory, Manifest.parse(text, directory / FILE_NAME), hashlib.sha256(text).hexdigest()

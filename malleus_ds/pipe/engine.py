@@ -304,6 +304,7 @@ class MalleusPipelineEngine(InMemory):
         }
         _, all_described = run_together(lambda: self.module.describe(group_of), note=list)
         layout = merge_layouts(all_described)
+        self.registration_order = tuple(dict.fromkeys(t.name for part in all_described for t in part))
         self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes, self.module.num_slices)
         self._node_of = self._nodes()
         self._check_nodes(self.plan)

@@ -18,6 +18,8 @@ class Evaluation(Messages):
     """The part of `MalleusPipelineEngine` that evaluates."""
 
     clock: ComputeClock
+    registration_order: tuple[str, ...]
+    """Names of all tensors; those of a layer are in the order of its module."""
     outputs: Any
     total_loss: Any
     _micro_batch_totals: Tensor | None

@@ -22,12 +22,13 @@ from torch import Tensor
 from malleus_ds.checkpoint.contents import contents_to_write, group_states, logical_tensors
 from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import GroupEntry, Manifest
+from malleus_ds.checkpoint.opening import open_checkpoint
 from malleus_ds.checkpoint.part_file import Content
 from malleus_ds.checkpoint.restoring import Place, places
 from malleus_ds.config import ConfigError
 from malleus_ds.environment import HOST_VARIABLE, MEMORY_DIR_VARIABLE
 from malleus_ds.pipe.agreement import run_alike, run_together
-from malleus_ds.pipe.checkpointing import Checkpointing, open_checkpoint
+from malleus_ds.pipe.checkpointing import Checkpointing
 from malleus_ds.pipe.resume import Wanted, check, describe
 from malleus_ds.redundancy.errors import RedundancyError
 from malleus_ds.redundancy.gathering import fetch, locate
@@ -275,11 +276,11 @@ def _saved_step(load_dir: str | None) -> int:
     if load_dir is None:
         return -1
     try:
-        found = open_checkpoint(load_dir, None)
+        found = open_checkpoint(Path(load_dir))
     except CheckpointError as error:
         logger.warning(f"resume: {error}")
         return -1
-    return -1 if found is None else found[1].position["global_steps"]
+    return -1 if found is None else found.manifest.position["global_steps"]
 
 
 def _leave_at_exit(reference: weakref.ref[Keeper]) -> None:

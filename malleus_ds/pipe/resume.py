@@ -11,6 +11,7 @@ from deepspeed.utils import logger
 from malleus_ds.checkpoint.contents import logical_tensors
 from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import GroupEntry, Manifest, StateEntry
+from malleus_ds.checkpoint.stock.scalars import UNKNOWN
 from malleus_ds.checkpoint.values import decode, encode
 from malleus_ds.pipe.evaluation import Evaluation
 from malleus_ds.placement import LogicalTensor
@@ -46,8 +47,10 @@ def describe(
         options = {name: value for name, value in group.items() if name != "params"}
         held = groups.get(index, GroupState())
         entries.append(GroupEntry(encode(options, f"param_groups[{index}]"), held.dtypes, held.shared))
+    kept = [tensor for tensor in logical_tensors(engine.optimizer) if tensor.name not in left_out]
+    order = {name: position for position, name in enumerate(engine.registration_order)}
     return Manifest(
-        tensors=tuple(tensor for tensor in logical_tensors(engine.optimizer) if tensor.name not in left_out),
+        tensors=tuple(sorted(kept, key=lambda tensor: (tensor.layers, order[tensor.name]))),
         files=(),
         optimizer=type(engine.optimizer.optimizer).__name__,
         groups=tuple(entries),
@@ -57,6 +60,7 @@ def describe(
         seeds=_seeds(engine),
         plan=engine.plan.to_dict(),
         client_state=client_state,
+        in_order=True,
     )
 
 
@@ -76,19 +80,22 @@ def _seeds(engine: Evaluation) -> dict[str, int]:
 
 def check(engine: Evaluation, manifest: Manifest, wanted: Wanted, path: str) -> None:
     """Raise `CheckpointError`, which names ``path``, unless the checkpoint fits this job."""
+    if wanted.optimizer and not manifest.groups:
+        raise CheckpointError(f"{path}: has weights alone: load it with load_module_only=True")
     _check_tensors(manifest.tensors, logical_tensors(engine.optimizer), wanted, path)
     kind, num_groups = type(engine.optimizer.optimizer).__name__, len(engine.optimizer.param_groups)
-    if wanted.optimizer and (manifest.optimizer, len(manifest.groups)) != (kind, num_groups):
+    is_other = manifest.optimizer not in (UNKNOWN, kind) or len(manifest.groups) != num_groups
+    if wanted.optimizer and is_other:
         raise CheckpointError(
             f"{path}: has {manifest.optimizer} with {len(manifest.groups)} parameter groups, but the job has "
             f"{kind} with {num_groups}: use the same, or load_optimizer_states=False"
         )
     scheduler, saved = engine.lr_scheduler, manifest.lr_scheduler
     if wanted.lr_scheduler and scheduler is not None:
-        saved_kind = "no LR scheduler" if saved is None else saved.type
-        if saved_kind != type(scheduler).__name__:
+        saved_type = "no LR scheduler" if saved is None else saved.type
+        if saved_type not in (UNKNOWN, type(scheduler).__name__):
             raise CheckpointError(
-                f"{path}: has {saved_kind}, but the job has {type(scheduler).__name__}: use the same, or "
+                f"{path}: has {saved_type}, but the job has {type(scheduler).__name__}: use the same, or "
                 f"load_lr_scheduler_states=False"
             )
 
@@ -129,7 +136,7 @@ def put_back_scalars(engine: Evaluation, manifest: Manifest, wanted: Wanted) -> 
     for name in _POSITION:
         setattr(engine, name, manifest.position[name])
     seeds = _seeds(engine)
-    if manifest.seeds != seeds and engine.global_rank == 0:
+    if manifest.seeds not in ({}, seeds) and engine.global_rank == 0:
         logger.warning(
             f"the checkpoint has the seeds {manifest.seeds}, but the job has {seeds}: dropout and the order "
             f"of the samples go on differently"

@@ -2,7 +2,8 @@
 
     malleus-run ... elastic_job.py FOLDER NUM_STEPS
 
-FOLDER has ``faults.json``, and gets the checkpoints and ``losses.jsonl``.
+FOLDER has ``faults.json``, and gets the checkpoints and ``losses.jsonl``. With a file ``in_memory`` in it,
+the job keeps its state in memory and writes no checkpoints.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def rotated(plan: ParallelPlan) -> ParallelPlan:
 
 def train(engine: MalleusPipelineEngine, folder: Path, num_steps: int, faults: list[Fault]) -> None:
     rank, kept = engine.global_rank, str(folder / "kept")
-    engine.load_checkpoint(kept)
+    saves = not engine.malleus_config.redundancy.enabled
+    resumed = engine.resume(kept)
+    if rank == 0:
+        record(folder / "resumed.jsonl", source=resumed.source, step=resumed.step)
     for step in range(engine.global_steps, num_steps):
         for fault in [fault for fault in faults if fault.step == step]:
             is_own = fault.rank == rank
@@ -104,7 +108,8 @@ def train(engine: MalleusPipelineEngine, folder: Path, num_steps: int, faults: l
                     _suffer(fault.how)
                 if fault.where == "checkpoint":
                     engine._disk = FaultyDisk(partial(_suffer, fault.how))
-        engine.save_checkpoint(kept)
+        if saves:
+            engine.save_checkpoint(kept)
 
 
 def record(path: Path, **details: Any) -> None:
@@ -128,9 +133,9 @@ def main() -> None:
     faults = [Fault(**fault) for fault in json.loads((folder / "faults.json").read_text())]
     attempt = int(os.environ["MALLEUS_ATTEMPT"])
     init_distributed()
-    engine = make_engine(
-        None, num_stages=2, ds_config=config(seed=BASE_SEED, timeout_s=TIMEOUT_S), partition_method="uniform"
-    )
+    redundancy = {"enabled": (folder / "in_memory").exists()}
+    ds_config = config(seed=BASE_SEED, timeout_s=TIMEOUT_S, redundancy=redundancy)
+    engine = make_engine(None, num_stages=2, ds_config=ds_config, partition_method="uniform")
     look_around(folder)
     train(engine, folder, num_steps, [fault for fault in faults if fault.attempt == attempt])
     engine.destroy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def run_with(
+    faults: list[Fault], folder: Path
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    """A job that suffers them; what it trained, whose losses are those of a single process."""
+    (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+    (folder / "hosts").write_text("a slots=2\nb slots=2\nc slots=2 # spare\n")
+    where = ["--hostfile", str(folder / "hosts"), "--local_hosts", "--run_dir", str(folder / "run")]
+    limits = ["--backoff_s", "0.1", "--grace_s", "8", "--planning_s", "2"]
+    done = run_command([*RUN, *where, *limits, str(JOB), str(folder), str(NUM_STEPS)], timeout_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = single_process(gpt_layers(gpt()), gpt_loss, NUM_STEPS).losses
+    steps = read_lines(folder / "losses.jsonl")
+    for entry in steps:
+        assert entry["loss"] == pytest.approx(expected[entry["step"]], rel=1e-5), entry
+    return done, steps
+
+
 def test_training_goes_on_exactly_after_every_kind_of_loss(tmp_path: Path) -> None:
     faults = [
         # The host of the coordinator, while all write the checkpoint of step 2: a spare host takes its place.
@@ -35,19 +53,8 @@ def test_training_goes_on_exactly_after_every_kind_of_loss(tmp_path: Path) -> No
         # The new coordinator hangs when all save, so that the others wait for it in a collective of all.
         Fault(attempt=2, step=4, rank=0, how="hang", where="save"),
     ]
-    (tmp_path / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2 # spare\n")
+    done, steps = run_with(faults, tmp_path)
     run_dir = tmp_path / "run"
-    where = ["--hostfile", str(tmp_path / "hosts"), "--local_hosts", "--run_dir", str(run_dir)]
-    limits = ["--backoff_s", "0.1", "--grace_s", "8", "--planning_s", "2"]
-    job = [*RUN, *where, *limits, str(JOB), str(tmp_path), str(NUM_STEPS)]
-    done = run_command(job, timeout_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    expected = single_process(gpt_layers(gpt()), gpt_loss, NUM_STEPS).losses
-    steps = read_lines(tmp_path / "losses.jsonl")
-    for entry in steps:
-        assert entry["loss"] == pytest.approx(expected[entry["step"]], rel=1e-5), entry
     # Without a whole checkpoint of steps 2 and 4, training goes on from those before.
     assert [(entry["attempt"], entry["step"]) for entry in steps] == [
         *((0, step) for step in range(2)),
@@ -73,6 +80,28 @@ def test_training_goes_on_exactly_after_every_kind_of_loss(tmp_path: Path) -> No
     assert re.search(r"rank \d: PeerLostError: rank \d lost a peer while switching plans", done.stderr)
     assert re.search(r"rank \d: PeerLostError: .* Timed out waiting 12000ms", done.stderr)
     check_memory(tmp_path)
+
+
+def test_without_checkpoints_training_goes_on_from_memory(tmp_path: Path) -> None:
+    (tmp_path / "in_memory").touch()
+    faults = [
+        Fault(attempt=0, step=3, rank=0, how="host"),
+        Fault(attempt=1, step=5, rank=3, how="kill", where="migration"),
+    ]
+    _, steps = run_with(faults, tmp_path)
+    assert not (tmp_path / "kept").exists()
+    resumed = read_lines(tmp_path / "resumed.jsonl")
+    assert [entry["source"] for entry in resumed] == ["nothing", "memory", "memory"]
+    for entry, fault in zip(resumed[1:], faults, strict=True):
+        # The copies of a step are made beside the next one, so those of the last step may not be whole.
+        assert fault.step - 1 <= entry["step"] <= fault.step
+    trained = [(entry["attempt"], entry["step"]) for entry in steps]
+    assert trained == [
+        *((0, step) for step in range(3)),
+        *((1, step) for step in range(resumed[1]["step"], 5)),
+        *((2, step) for step in range(resumed[2]["step"], NUM_STEPS)),
+    ]
+    assert not any(Path(entry["memory"]).exists() for entry in read_lines(tmp_path / "hosts.jsonl"))
 
 
 def check_memory(folder: Path) -> None:

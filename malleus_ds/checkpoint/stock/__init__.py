@@ -1,0 +1,1 @@
+"""Checkpoints in the layout of DeepSpeed's own pipeline engine, read and written without an engine."""
