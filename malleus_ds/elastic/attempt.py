@@ -36,7 +36,6 @@ class Attempt:
         on_progress: Callable[[Progress], None],
     ) -> None:
         self._folder = folder
-        self._num_ranks = num_ranks
         self._grace_s = grace_s
         self._on_progress = on_progress
         self._notes: dict[int, ExitNote | None] = dict.fromkeys(range(num_ranks))

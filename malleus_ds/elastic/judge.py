@@ -38,7 +38,7 @@ class Judgement:
 
 
 def judge(notes: Mapping[int, ExitNote | None], has_progress: bool) -> Judgement:
-    """notes: by rank, None for a rank that said nothing; has_progress: whether a step was trained.
+    """notes: by rank, None for a rank that said nothing; has_progress: whether the job trained a step.
 
     A rank is lost when a signal ended it, when it still ran long after a peer was lost, when it says
     nothing (its host is gone), and when it failed by itself, with an error that does not speak of a peer.

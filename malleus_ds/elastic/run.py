@@ -125,7 +125,9 @@ class Run:
         grace_s = self._options.grace_s
         try:
             with Attempt(commands, folder, len(start.devices), grace_s, tell_progress) as running:
-                judgement = judge(running.watch(), running.progress is not None)
+                notes = running.watch()
+                has_progress = running.progress is not None or self._furthest_step >= 0
+                judgement = judge(notes, has_progress)
                 if judgement.ending is not Ending.DONE:
                     following = self._following(number, start, judgement, running.progress)
                 stays = () if following is None else tuple(by_host(following.devices))

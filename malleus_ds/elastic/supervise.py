@@ -31,7 +31,7 @@ from malleus_ds.environment import (
     PLAN_VARIABLE,
     RUN_DIR_VARIABLE,
 )
-from malleus_ds.errors import tells_of_lost_peer
+from malleus_ds.errors import USER_MISTAKE, tells_of_lost_peer
 
 _POLL_S = 0.25
 _END_S = 3.0
@@ -45,7 +45,10 @@ _SET_PDEATHSIG = 1  # of prctl(2)
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the rank."""
-    folder = Path(arguments[-1])
+    folder, parent = Path(arguments[-1]), os.getppid()
+    if not folder.is_dir():
+        sys.stderr.write(f"{folder} is not here: put --run_dir on a disk that all hosts share\n")
+        return USER_MISTAKE
     order, rank = Order.load(folder), int(os.environ["RANK"])
     host = order.devices[rank].host
     memory_dir = Path(order.memory_dirs[host])
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, asked.handle)
     child = _start(order, folder, rank, memory_dir)
     tail = _Tail(child.stderr)
-    was_stopped = _wait(child, lambda: asked.to_end or _must_end(folder))
+    was_stopped = _wait(child, lambda: asked.to_end or (folder / STOP).exists() or os.getppid() != parent)
     note = _note(rank, child.returncode, was_stopped, tail.lines())
     note.save(folder)
     verdict = _await_verdict(folder, asked, order.verdict_s if note.code else _LAST_RANK_S)
@@ -101,11 +104,6 @@ def _end_with_parent() -> Callable[[], None]:
     return lambda: libc.prctl(_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-def _must_end(folder: Path) -> bool:
-    """Whether the attempt is over, or the launcher that started this process is gone."""
-    return (folder / STOP).exists() or os.getppid() == 1
-
-
 def _wait(child: subprocess.Popen[bytes], must_end: Callable[[], bool]) -> bool:
     """Until the rank has ended; whether it was stopped."""
     while True:
@@ -126,8 +124,8 @@ def _wait(child: subprocess.Popen[bytes], must_end: Callable[[], bool]) -> bool:
 
 def _await_verdict(folder: Path, asked: _Asked, limit_s: float) -> Verdict | None:
     """None when this process was asked to end, or none comes."""
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s and not asked.to_end and os.getppid() != 1:
+    deadline_s, parent = time.monotonic() + limit_s, os.getppid()
+    while time.monotonic() < deadline_s and not asked.to_end and os.getppid() == parent:
         verdict = Verdict.load(folder)
         if verdict is not None:
             return verdict

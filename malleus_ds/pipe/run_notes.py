@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from deepspeed.utils import logger
+
 from malleus_ds.config import MalleusConfig
 from malleus_ds.elastic.run_files import PROGRESS, REQUEST, Progress, attempt_path, read_json, write_json
 from malleus_ds.environment import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -72,7 +74,15 @@ class RunNotes:
         if not is_first and time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _INTERVAL_S
-        write_json(self._folder / PROGRESS, asdict(Progress(self._first_step, step)))
+        try:
+            self._write(Progress(self._first_step, step), plan, rates, profile)
+        except OSError as error:  # Training does not need it.
+            logger.warning(f"{self._run_dir}: cannot be written, so that a restart may know less: {error}")
+
+    def _write(
+        self, progress: Progress, plan: ParallelPlan, rates: Sequence[float], profile: ModelProfile | None
+    ) -> None:
+        write_json(self._folder / PROGRESS, asdict(progress))
         request = self._request
         # With another batch for a while, the plan is none for the batch that the job starts with.
         has_batch = plan.num_micro_batches == request.num_micro_batches
