@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import threading
@@ -278,6 +279,14 @@ def train_mixed(folder: Path) -> dict[str, Any]:
     engine = engine_of(THREE_STAGES, occupied, counting_layers(), MIXED)
     with pytest.raises(RedundancyError, match=r"occupied/node1' on node 1 \(.*File exists"):
         engine.train_batch()
+    assert engine._keeper is not None
+    engine._keeper.directory = folder / "limited"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    engine.train_batch()
+    with pytest.raises(RedundancyError, match=r"own\.0\.bin: cannot hold \d+ bytes"):
+        engine.train_batch()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     engine = engine_of(THREE_STAGES, folder, counting_layers(), MIXED)
     assert engine.resume(str(folder / "checkpoints")).source == "nothing"
     record_what_is_kept(engine, folder)
