@@ -222,8 +222,12 @@ def go_on_every_second_step(folder: Path) -> list[float]:
     resumed = engine.resume(str(folder / "checkpoints"))
     assert (resumed.source, resumed.step) == ("memory", 3)
     assert "of step 4 these shares" in resumed.reason
+    again = engine.resume(str(folder / "checkpoints"))
+    assert (again.source, again.step, again.reason) == ("memory", 3, ""), "what was torn is gone"
     assert_same_state(gather_state(engine), recorded(folder, 3, engine.optimizer.shapes))
-    losses = [engine.train_batch().item() for _ in range(4)]
+    losses = [engine.train_batch().item()]
+    assert steps_kept(engine, folder) == {3, 4}, "until the next one, what it went on from stays"
+    losses += [engine.train_batch().item() for _ in range(3)]
     assert steps_kept(engine, folder) == {4, 6}
     engine.save_checkpoint(str(folder / "checkpoints"))
     resumed = engine.resume(str(folder / "checkpoints"))
