@@ -223,6 +223,7 @@ class MalleusPipelineEngine(InMemory):
             self.control_loop = None
         try:
             self.finish_saving()
+            self._end_keeping()
             if self._keeper is not None:
                 self._keeper.close()
                 self._keeper = None

@@ -27,7 +27,7 @@ from malleus_ds.checkpoint.part_file import Content
 from malleus_ds.checkpoint.restoring import Place, places
 from malleus_ds.config import ConfigError
 from malleus_ds.environment import HOST_VARIABLE, MEMORY_DIR_VARIABLE
-from malleus_ds.pipe.agreement import run_alike, run_together
+from malleus_ds.pipe.agreement import peer_errors, run_alike, run_together
 from malleus_ds.pipe.checkpointing import Checkpointing
 from malleus_ds.pipe.resume import Wanted, check, describe
 from malleus_ds.redundancy.errors import RedundancyError
@@ -182,7 +182,8 @@ class InMemory(Checkpointing):
     def _end_keeping(self) -> None:
         """Before the state changes."""
         if self._keeper is not None:
-            self._keeper.wait()
+            with peer_errors("while the state was copied to another node", self._abandon):
+                self._keeper.wait()
 
     def _put_back(self, *args: Any) -> None:
         self._end_keeping()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import threading
@@ -221,8 +222,12 @@ def go_on_every_second_step(folder: Path) -> list[float]:
     resumed = engine.resume(str(folder / "checkpoints"))
     assert (resumed.source, resumed.step) == ("memory", 3)
     assert "of step 4 these shares" in resumed.reason
+    again = engine.resume(str(folder / "checkpoints"))
+    assert (again.source, again.step, again.reason) == ("memory", 3, ""), "what was torn is gone"
     assert_same_state(gather_state(engine), recorded(folder, 3, engine.optimizer.shapes))
-    losses = [engine.train_batch().item() for _ in range(4)]
+    losses = [engine.train_batch().item()]
+    assert steps_kept(engine, folder) == {3, 4}, "until the next one, what it went on from stays"
+    losses += [engine.train_batch().item() for _ in range(3)]
     assert steps_kept(engine, folder) == {4, 6}
     engine.save_checkpoint(str(folder / "checkpoints"))
     resumed = engine.resume(str(folder / "checkpoints"))
@@ -278,6 +283,14 @@ def train_mixed(folder: Path) -> dict[str, Any]:
     engine = engine_of(THREE_STAGES, occupied, counting_layers(), MIXED)
     with pytest.raises(RedundancyError, match=r"occupied/node1' on node 1 \(.*File exists"):
         engine.train_batch()
+    assert engine._keeper is not None
+    engine._keeper.directory = folder / "limited"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    engine.train_batch()
+    with pytest.raises(RedundancyError, match=r"own\.0\.bin: cannot hold \d+ bytes"):
+        engine.train_batch()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
     engine = engine_of(THREE_STAGES, folder, counting_layers(), MIXED)
     assert engine.resume(str(folder / "checkpoints")).source == "nothing"
     record_what_is_kept(engine, folder)
