@@ -14,9 +14,15 @@ with contextlib.suppress(ImportError):
 
     install_importhook(get_config())
 
-# `torch._dynamo` comes with the first engine and takes seconds. A module that fails here fails
-# again, with its traceback, in the test that uses it.
-for _name in ("torch._dynamo", "malleus_ds._initialize", "malleus_ds.models.gpt", "tests.harness"):
+# `torch._dynamo` comes with the first engine and takes seconds, and so does Muon with DeepSpeed's first
+# ZeRO engine. A module that fails here fails again, with its traceback, in the test that uses it.
+for _name in (
+    "torch._dynamo",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "malleus_ds._initialize",
+    "malleus_ds.models.gpt",
+    "tests.harness",
+):
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 

@@ -35,9 +35,9 @@ NUM_STAGES = 2
 def layers(kind: str) -> list[Any]:
     """Without dropout, whose random numbers differ between the engines.
 
-    kind: "tied", "untied", or "special", with frozen parameters and buffers.
+    kind: "tied", "untied", or "special": tied, with frozen parameters and buffers.
     """
-    config = replace(gpt(kind == "tied"), dropout=0.0)
+    config = replace(gpt(kind != "untied"), dropout=0.0)
     specs = gpt_layers(config)
     if kind == "special":
         specs[3:5] = [LayerSpec(Half), LayerSpec(FrozenBlock, config)]
