@@ -24,20 +24,21 @@ def write_own(
     save_dir: Path,
     ties: Mapping[str, tuple[int, ...]] | None = None,
     has_optimizer: bool = False,
+    frozen: str = "",
     **fields: object,
 ) -> Path:
     """A checkpoint ``step3`` of modules that are named as a pipeline names them, with Adam's state, whose
-    elements are the parameters' plus 1 and plus 2. fields: of the manifest."""
+    elements are the parameters' plus 1 and plus 2. frozen: name of one without; fields: of the manifest."""
     tensors, contents = [], []
     for name, parameter in modules.named_parameters():
         values = parameter.detach().reshape(-1)
         key = name.split(".")[1]
         layers = (ties or {})[key] if name.startswith("tied_modules.") else (int(name.split(".")[0]),)
         kind, size = str(values.dtype).removeprefix("torch."), values.element_size()
-        group = 0 if has_optimizer else None
+        group = 0 if has_optimizer and name != frozen else None
         tensors.append(LogicalTensor(name, tuple(parameter.shape), kind, size, layers, group))
         contents.append(Content(Interval(PARAMETER, name, 0, len(values)), values))
-        if has_optimizer:
+        if group is not None:
             states = {state: values.float() + 1 + index for index, state in enumerate(ADAM_STATES)}
             if values.dtype != torch.float32:
                 states["master"] = values.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,7 @@ def refuse_a_trap(folder: Path) -> None:
     def plant() -> None:
         checkpoint = open_path(folder / "ours")
         layout = StockLayout(divide_layers(checkpoint.manifest, 2, "uniform"), 1, case.zero_stage)
+        write_stock(checkpoint, folder / "stock", "weights", replace(layout, zero_stage=None))
         directory = write_stock(checkpoint, folder / "stock", "bad", layout)
         torch.save({"weight": Touches(trap)}, directory / "layer_03-model_states.pt")
 
@@ -158,6 +159,12 @@ def refuse_a_trap(folder: Path) -> None:
     assert text.startswith(f"{folder / 'stock/bad/layer_03-model_states.pt'}: names ")
     assert not trap.exists()
     assert_same_state(gather_state(engine), before)
+    assert "has weights alone" in load_error(engine, str(folder / "stock"), tag="weights")
+    engine.train_batch()
+    engine.load_checkpoint(str(folder / "stock"), tag="weights", load_optimizer_states=False)
+    weights = {key: values for key, values in before.items() if key[0] == "parameter"}
+    assert_same_state({key: v for key, v in gather_state(engine).items() if key[0] == "parameter"}, weights)
+    assert engine.global_steps == 1
     engine.train_batch()
 
 

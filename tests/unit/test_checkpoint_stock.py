@@ -19,6 +19,7 @@ from malleus_ds.checkpoint import CheckpointError
 from malleus_ds.checkpoint.manifest import GroupEntry
 from malleus_ds.checkpoint.opening import open_path
 from malleus_ds.checkpoint.part_file import Interval
+from malleus_ds.checkpoint.stock.reading import open_stock
 from malleus_ds.checkpoint.stock.scalars import optimizer_name
 from malleus_ds.cli.main import main
 from tests.checkpoints import write_own
@@ -125,6 +126,36 @@ def test_fused_masters_without_zero(tmp_path: Path) -> None:
                 torch.testing.assert_close(values, parameter.detach().float().view(-1)[1:] + index)
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_frozen_parameters_without_zero(is_listed: bool, tmp_path: Path) -> None:
+    """Some programs give the optimizer all parameters, others those that are trained; a job knows which."""
+    modules = model()
+    own = write_own(modules, tmp_path / "own", TIES, has_optimizer=True, frozen="1.bias")
+    export(own, tmp_path / "stock", "--num-stages", 2, "--zero-stage", 0)
+    tensors = open_path(own).manifest.tensors
+    names = [name for name, _ in modules.named_parameters()]
+    assert names[:3] == ["tied_modules.embedding.weight", "1.weight", "1.bias"]
+
+    def list_frozen(content: dict[str, Any]) -> None:
+        optimizer = content["optimizer"]
+        count = len(optimizer["param_groups"][0]["params"])
+        moved = {index: index + (index >= 2) for index in range(count)}
+        optimizer["state"] = {moved[index]: state for index, state in optimizer["state"].items()}
+        optimizer["param_groups"][0]["params"] = list(range(count + 1))
+
+    if is_listed:
+        change_pickle(tmp_path / "stock/step3/mp_rank_00_model_states.pt", list_frozen)
+    opened = open_stock(tmp_path / "stock/step3", tensors)
+    assert opened.manifest.tensors == tensors
+    with opened.reader() as reader:
+        for name, parameter in modules.named_parameters():
+            wanted = Interval("exp_avg", name, 0, parameter.numel())
+            if name == "1.bias":
+                assert not reader.has("exp_avg", name)
+            else:
+                assert torch.equal(reader.read(wanted), parameter.detach().view(-1) + 1)
+
+
 class Touches:
     """Unpickling it makes a directory."""
 
@@ -154,7 +185,7 @@ def test_a_pickle_runs_nothing(name: str, is_zip: bool, tmp_path: Path) -> None:
         open_path(stock)
     assert str(caught.value).startswith(f"{path}: names {os.mkdir.__module__}.mkdir, which could run code")
     assert not trap.exists()
-    path.write_bytes(pickle.dumps(Touches(trap)))
+    path.write_bytes(pickle.dumps(Touches(trap), protocol=2))
     with pytest.raises(CheckpointError, match=str(path)):
         open_path(stock)
     assert not trap.exists()

@@ -161,10 +161,6 @@ class WholeOptimizer:
     def is_flat(self) -> bool:
         return self.masters is not None and any(isinstance(group, Tensor) for group in self.masters)
 
-    def num_parameters(self, group: int) -> int | None:
-        """None where they are fused."""
-        return None if self.is_flat else len(self.groups[group]["params"])
-
     def num_elements(self, group: int) -> list[int | None]:
         """Of each parameter of a group (of all together where they are fused); None: it has no state."""
         return [_num_elements(state, master) for state, master in self._entries(group)]
