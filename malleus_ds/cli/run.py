@@ -69,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         options = _options(args)
-        options.run_dir.mkdir(parents=True, exist_ok=True)
         log = RunLog(options.run_dir / LOG)
         run = Run(options, log)
+        options.run_dir.mkdir(parents=True, exist_ok=True)
         try:
             run.run()
         except RunEndedError as error:
@@ -226,13 +226,14 @@ def _run_dir(given: str | None) -> Path:
 
 def _count_devices() -> int:
     """Of this machine, as DeepSpeed counts them; in a process of its own, because it loads torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=_COUNT_LIMIT_S
-    )
-    lines = done.stdout.split()
-    if done.returncode != 0 or not lines or int(lines[-1]) < 1:
-        raise UsageError("DeepSpeed finds no device here; give --num_accelerators N")
-    return int(lines[-1])
+    command = [sys.executable, "-c", _COUNT_DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_LIMIT_S, check=True)
+        return max(1, int(done.stdout.split()[-1]))
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise UsageError(
+            f"cannot count this machine's devices ({error}); give --num_accelerators N"
+        ) from error
 
 
 if __name__ == "__main__":
