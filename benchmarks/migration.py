@@ -59,7 +59,7 @@ def job(args: argparse.Namespace) -> dict[str, Any] | None:
     peaks = [peak for plan in (first, second, first) for peak in _traced_switch(engine, plan)]
     engine.train_batch()  # the state is complete
     is_speaker = engine.global_rank == 0
-    elements = [bucket.num_elements for bucket in engine._buckets]
+    elements = [bucket.num_elements for bucket in engine.placement.buckets]
     engine.destroy()
     if not is_speaker:
         return None
@@ -101,7 +101,7 @@ def _timed_switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> dict[str
 
     from malleus_ds.placement import place
 
-    old, new = engine.optimizer.placement, place(plan, engine._buckets)
+    old, new = engine.optimizer.placement, place(plan, engine.placement.buckets)
     assert old is not None, "the engine is placed"
     lower_bound_bytes = missing_bytes(old, new)
     transport_s = _bare_transport_s(pair_bytes(old, new))
@@ -112,6 +112,8 @@ def _timed_switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> dict[str
     duration_s = time.perf_counter() - began
     sent_bytes = torch.tensor(report.migration.sent_bytes)
     dist.all_reduce(sent_bytes)
+    parts_s = torch.tensor(list(report.parts_s.values()), dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(parts_s)
     slowest_s = torch.tensor([duration_s, report.migration.duration_s, transport_s], dtype=torch.float64)
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
     duration_s, migration_s, transport_s = slowest_s.tolist()
@@ -122,6 +124,7 @@ def _timed_switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> dict[str
         "duration_s": duration_s,
         "migration_s": migration_s,
         "transport_s": transport_s,
+        "parts_s": dict(zip(report.parts_s, parts_s.tolist(), strict=True)),
     }
 
 
@@ -237,6 +240,10 @@ def evaluate(measured: Mapping[str, Any]) -> ranks.Verdict:
         "of which: checks, layers, groups, s": statistics.median(
             switch["duration_s"] - switch["migration_s"] for switch in switches
         ),
+        **{
+            f"part of a switch: {name}, s": statistics.median(switch["parts_s"][name] for switch in switches)
+            for name in switches[0]["parts_s"]
+        },
         "bare transport of the same bytes, s": median_of("transport_s"),
         "migration / bare transport": statistics.median(
             switch["migration_s"] / switch["transport_s"] for switch in switches

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from malleus_ds.detector.control_plane import ControlPlaneError
+from malleus_ds.migration.errors import SwitchFailedError as SwitchFailedError  # beside the other errors
 
 Result = TypeVar("Result")
 
@@ -26,10 +27,6 @@ class AgreementError(ValueError):
 
 class RankFailedError(RuntimeError):
     """Another rank failed while this one did not."""
-
-
-class SwitchFailedError(RuntimeError):
-    """A switch of plans failed on some rank; all ranks still run the old plan."""
 
 
 class PeerLostError(RuntimeError):

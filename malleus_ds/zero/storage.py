@@ -55,11 +55,24 @@ class BucketStorage:
     gradient: Tensor | None = None
 
     @classmethod
-    def allocate(cls, placement: Placement, index: int, rank: int, device: torch.device) -> BucketStorage:
-        """Zeros for what ``rank`` holds of bucket ``index`` under ``placement``."""
+    def allocate(
+        cls,
+        placement: Placement,
+        index: int,
+        rank: int,
+        device: torch.device,
+        flat: Tensor | None = None,
+    ) -> BucketStorage:
+        """What ``rank`` holds of bucket ``index`` under ``placement``, without values; the padding is zero.
+
+        flat: the flat parameters, where they are there already.
+        """
         bucket, parts = placement.buckets[index], placement.parts_of(index, rank)
         start, stop = parts[0].start, parts[-1].stop
-        num_elements = stop - start if len(parts) > 1 else len(parts[0].ranks) * parts[0].shard_size
+        if flat is None:
+            num_elements = placement.flat_size(index, rank)
+            flat = torch.empty(num_elements, dtype=getattr(torch, bucket.dtype), device=device)
+            flat[stop - start :].zero_()
         return cls(
             bucket=bucket,
             rank=rank,
@@ -68,7 +81,7 @@ class BucketStorage:
             num_cuts=placement.num_cuts(index, rank),
             copies=placement.copies(index, rank),
             shards=tuple(Shard(part, *part.shard(rank)) for part in parts),
-            flat=torch.zeros(num_elements, dtype=getattr(torch, bucket.dtype), device=device),
+            flat=flat,
         )
 
     def part(self, flat: Tensor, part: Part) -> Tensor:
