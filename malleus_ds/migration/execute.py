@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from malleus_ds.migration.prepare import MigrationPlan, Round, TensorKey
+from malleus_ds.migration.prepare import MigrationPlan, Round, TensorKey, gradient_sizes
 from malleus_ds.migration.transport import Flight, Transport
 from malleus_ds.placement import PARAMETER
 from malleus_ds.zero.binding import TensorSlot
@@ -51,10 +51,11 @@ def migrate(
     slots: the tensors of this rank's module under the new plan; states: of the optimizer, over all ranks.
     While messages of some rounds are under way, the next ones are copied, packed and posted, as far as
     ``plan.window`` allows (design 4.3). A round frees what it moved when its messages have left.
-    Gradients are zero at a step boundary: they are freed first and allocated last.
+    Gradients are zero at a step boundary: those that fit no bucket of the new plan are freed first, and what
+    is missing is allocated last.
     """
     began = time.perf_counter()
-    _detach(optimizer, slots)
+    zeros = _kept_gradients(plan, optimizer.rank, _detach(optimizer, slots))
     mover = _Mover(optimizer, plan, slots, states)
     flights: deque[Flight] = deque()
     num_finished = 0
@@ -66,7 +67,7 @@ def migrate(
     while flights:
         mover.transport.finish(flights.popleft())
     moved = time.perf_counter()
-    optimizer.finish_placement(plan.new, slots, states)
+    optimizer.finish_placement(plan.new, slots, states, zeros)
     ended = time.perf_counter()
     transport = mover.transport
     return MigrationReport(
@@ -83,16 +84,31 @@ def migrate(
     )
 
 
-def _detach(optimizer: MalleusZeroOptimizer, slots: Mapping[str, TensorSlot]) -> None:
-    """Put this rank's optimizer state into its storages, and drop what would keep old memory alive."""
+def _detach(optimizer: MalleusZeroOptimizer, slots: Mapping[str, TensorSlot]) -> list[Tensor]:
+    """Put this rank's optimizer state into its storages, and drop what would keep old memory alive.
+
+    Returns the flat gradients.
+    """
     optimizer.sinks.disconnect_all()
     for slot in slots.values():
         slot.tensor.grad = None
     detach_state(optimizer.optimizer, optimizer.storages.values())
-    for storage in optimizer.storages.values():
-        storage.stop_training()
+    gradients = [storage.stop_training() for storage in optimizer.storages.values()]
     for group in optimizer.param_groups:
         group["params"] = []  # the shards are views of the old buffers
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _kept_gradients(plan: MigrationPlan, rank: int, gradients: list[Tensor]) -> list[Tensor]:
+    """Those of a size that the new plan has, too."""
+    wanted = gradient_sizes(plan.new, rank)
+    kept = []
+    for gradient in gradients:
+        size = gradient.dtype, gradient.numel()
+        if wanted[size] > 0:
+            wanted[size] -= 1
+            kept.append(gradient)
+    return kept
 
 
 class _Mover:

@@ -3,7 +3,7 @@ memory. Pure, but for trying whether the memory is there."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from malleus_ds.migration.errors import MigrationError
 from malleus_ds.migration.order import Window, bucket_order, held_bytes, open_window, rounds
-from malleus_ds.migration.transfers import Transfer, moved_bytes, transfers
+from malleus_ds.migration.transfers import Transfer, transfers_of
 from malleus_ds.placement import PARAMETER, Placement, StateSchema
 from malleus_ds.zero.precision import gradient_dtype
 
@@ -63,7 +63,8 @@ def plan_migration(
 ) -> MigrationPlan:
     """Raises `MigrationError` when nobody has what a rank lacks."""
     moves: dict[int, list[Transfer]] = defaultdict(list)
-    for move in transfers(old, new, schema, node_of, rank):
+    own_transfers, total_bytes = transfers_of(rank, old, new, schema, node_of)
+    for move in own_transfers:
         moves[move.bucket].append(move)
     before, after = held_bytes(old, schema), held_bytes(new, schema)
     order = rounds(bucket_order(before, after), before, after)
@@ -84,17 +85,20 @@ def plan_migration(
         sum(sum(tensors_of(placement, index, schema, rank).values()) for index in placement.held_by(rank))
         for placement in (old, new)
     )
-    window = open_window(held, max(held, held_after) + WINDOW_BUCKETS * chunk, allocated, freed)
-    gradients = [gradient_bytes(placement, rank) for placement in (old, new)]
-    need = max(window.peak_bytes, held_after + gradients[1])
+    # A little less, for what is not counted, such as the optimizer's scalars.
+    limit = max(held, held_after) + WINDOW_BUCKETS * chunk - chunk // 64
+    window = open_window(held, limit, allocated, freed)
+    gradients = [gradient_sizes(placement, rank) for placement in (old, new)]
+    kept = gradients[0] & gradients[1]  # a gradient is zeros, which serve any bucket of the same size
+    need = max(window.peak_bytes + _num_bytes(kept), held_after + _num_bytes(gradients[1]))
     return MigrationPlan(
         old,
         new,
         tuple(own_rounds),
         window,
         direct_bytes,
-        moved_bytes(old, new, schema),
-        max(0, need - held - gradients[0]),
+        total_bytes,
+        max(0, need - held - _num_bytes(gradients[0])),
         chunk,
     )
 
@@ -137,14 +141,17 @@ def _packed_bytes(moves: tuple[Transfer, ...], schema: StateSchema, direct_bytes
     return sum(sum(sizes) for sizes in small.values() if len(sizes) > 1)
 
 
-def gradient_bytes(placement: Placement, rank: int) -> int:
-    """Of the flat gradients that ``rank`` has."""
-    return sum(
-        placement.flat_size(index, rank)
-        * gradient_dtype(getattr(torch, placement.buckets[index].dtype)).itemsize
+def gradient_sizes(placement: Placement, rank: int) -> Counter[tuple[torch.dtype, int]]:
+    """How many flat gradients of each dtype and number of elements ``rank`` has."""
+    return Counter(
+        (gradient_dtype(getattr(torch, placement.buckets[index].dtype)), placement.flat_size(index, rank))
         for index in placement.held_by(rank)
         if placement.buckets[index].group is not None
     )
+
+
+def _num_bytes(sizes: Counter[tuple[torch.dtype, int]]) -> int:
+    return sum(dtype.itemsize * num_elements * count for (dtype, num_elements), count in sizes.items())
 
 
 def reserve(plan: MigrationPlan, allocate: Allocate) -> None:

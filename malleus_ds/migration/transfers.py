@@ -31,32 +31,38 @@ _Missing = tuple[int, int, tuple[int, ...], int]
 
 
 def transfers(
-    old: Placement,
-    new: Placement,
-    schema: StateSchema,
-    node_of: Mapping[int, int] | None = None,
-    rank: int | None = None,
+    old: Placement, new: Placement, schema: StateSchema, node_of: Mapping[int, int] | None = None
 ) -> tuple[Transfer, ...]:
     """What each rank must receive from whom: each interval once to each new holder that lacks it,
     and nothing else, which is the lower bound of bytes (design 4.3).
 
     A source on the destination's node is preferred, then the one that sends the least so far.
-    node_of: node of each rank; None: all on one node; rank: only what it sends or receives; None: all.
-    Raises `MigrationError` when nobody has what a rank lacks.
+    node_of: node of each rank; None: all on one node. Raises `MigrationError` when nobody has what a rank
+    lacks.
     """
-    return tuple(
-        Transfer(bucket, schema[bucket].names[state], start, stop, source, destination)
-        for bucket, state, start, stop, source, destination in _moves(old, new, schema, node_of)
-        if rank is None or rank in (source, destination)
-    )
+    return tuple(_as_transfer(move, schema) for move in _moves(old, new, schema, node_of))
 
 
-def moved_bytes(old: Placement, new: Placement, schema: StateSchema) -> int:
-    """Bytes on the wire, over all ranks."""
-    return sum(
-        (stop - start) * schema[bucket].itemsizes[state]
-        for bucket, state, start, stop, _, _ in _moves(old, new, schema, None)
-    )
+def transfers_of(
+    rank: int,
+    old: Placement,
+    new: Placement,
+    schema: StateSchema,
+    node_of: Mapping[int, int] | None = None,
+) -> tuple[tuple[Transfer, ...], int]:
+    """Those of `transfers` that ``rank`` sends or receives, and the bytes of all."""
+    own, total_bytes = [], 0
+    for move in _moves(old, new, schema, node_of):
+        bucket, state, start, stop, source, destination = move
+        total_bytes += (stop - start) * schema[bucket].itemsizes[state]
+        if rank in (source, destination):
+            own.append(_as_transfer(move, schema))
+    return tuple(own), total_bytes
+
+
+def _as_transfer(move: _Move, schema: StateSchema) -> Transfer:
+    bucket, state, start, stop, source, destination = move
+    return Transfer(bucket, schema[bucket].names[state], start, stop, source, destination)
 
 
 def _moves(

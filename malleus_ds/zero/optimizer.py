@@ -155,14 +155,18 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         placement: Placement,
         slots: Mapping[str, TensorSlot],
         states: Mapping[int, GroupState] | None = None,
+        zeros: list[Tensor] | None = None,
     ) -> None:
-        """Allocate gradients and give the shards, with their state, to the torch optimizer."""
+        """Allocate gradients and give the shards, with their state, to the torch optimizer.
+
+        zeros: buffers to take for gradients, where they fit.
+        """
         self.placement = placement
         self.storages = dict(sorted(self.storages.items()))
         for group in self.param_groups:
             group["params"] = []
         for storage in self.storages.values():
-            storage.prepare_training()
+            storage.prepare_training(zeros)
             self.bind(storage, slots)
             for shard in storage.shards:
                 if shard.parameter is not None:

@@ -96,14 +96,18 @@ class BucketStorage:
         """The elements of a shard in a flat buffer."""
         return flat[shard.start - self.start : shard.stop - self.start]
 
-    def prepare_training(self) -> None:
+    def prepare_training(self, zeros: list[Tensor] | None = None) -> None:
         """Allocate the gradient and make the shards' parameters, unless the bucket is not optimized.
 
         Masters come from the shards' state; at the start they are made of the flat parameters.
+        zeros: buffers of zeros, one of which is taken for the gradient where it has the right size.
         """
         if self.bucket.group is None:
             return
-        self.gradient = torch.zeros_like(self.flat, dtype=gradient_dtype(self.flat.dtype))
+        wanted = gradient_dtype(self.flat.dtype), self.flat.numel()
+        zeros = [] if zeros is None else zeros
+        fitting = [i for i, buffer in enumerate(zeros) if (buffer.dtype, buffer.numel()) == wanted]
+        self.gradient = zeros.pop(fitting[0]) if fitting else torch.zeros_like(self.flat, dtype=wanted[0])
         for shard in self.shards:
             values = shard.state.pop(MASTER, None)
             if shard.num_elements > 0:
@@ -119,13 +123,14 @@ class BucketStorage:
                 if shard.parameter is not None:
                     self.own(self.flat, shard).copy_(shard.parameter.detach())
 
-    def stop_training(self) -> None:
-        """Free the gradient and the shards' handles; parameters, masters and state stay."""
-        self.gradient = None
+    def stop_training(self) -> Tensor | None:
+        """Give up the gradient, and free the shards' handles; parameters, masters and state stay."""
+        gradient, self.gradient = self.gradient, None
         for shard in self.shards:
             if shard.parameter is not None and master_dtype(self.bucket) is not None:
                 shard.state[MASTER] = shard.parameter.detach()
             shard.parameter = None
+        return gradient
 
     def interval(self, state: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the bucket, of one state tensor that this rank holds."""
