@@ -8,20 +8,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from malleus_ds.placement import PARAMETER, Placement, StateSchema
+from malleus_ds.placement import PARAMETER, Part, Placement, StateSchema
 
 
 def held_bytes(placement: Placement, schema: StateSchema) -> NDArray[np.int64]:
     """Bytes that each rank holds of each bucket, ``[world_size, num_buckets]``: parameters and its shards."""
     held = np.zeros((placement.plan.world_size, len(placement.buckets)), dtype=np.int64)
+    columns: dict[tuple[tuple[Part, ...], int, int], NDArray[np.int64]] = {}  # layers are alike
     for bucket, parts in zip(placement.buckets, placement.parts, strict=True):
         sizes = dict(zip(schema[bucket.index].names, schema[bucket.index].itemsizes, strict=True))
         shard_itemsize = sum(sizes.values()) - sizes[PARAMETER] if bucket.group is not None else 0
-        for part in parts:
-            ranks, length, size = np.array(part.ranks, dtype=np.intp), part.stop - part.start, part.shard_size
-            # Shards are equal but for the last ones.
-            in_shards = np.clip(length - size * np.arange(len(ranks)), 0, size)
-            held[ranks, bucket.index] += length * sizes[PARAMETER] + in_shards * shard_itemsize
+        key = parts, sizes[PARAMETER], shard_itemsize
+        if key not in columns:
+            columns[key] = _held_of_parts(*key, placement.plan.world_size)
+        held[:, bucket.index] = columns[key]
+    return held
+
+
+def _held_of_parts(
+    parts: Sequence[Part], itemsize: int, shard_itemsize: int, world_size: int
+) -> NDArray[np.int64]:
+    held = np.zeros(world_size, dtype=np.int64)
+    for part in parts:
+        ranks, length, size = np.array(part.ranks, dtype=np.intp), part.stop - part.start, part.shard_size
+        # Shards are equal but for the last ones.
+        in_shards = np.clip(length - size * np.arange(len(ranks)), 0, size)
+        held[ranks] += length * itemsize + in_shards * shard_itemsize
     return held
 
 

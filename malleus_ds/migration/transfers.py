@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from malleus_ds.migration.errors import MigrationError
-from malleus_ds.placement import PARAMETER, Holding, Placement, StateSchema
+from malleus_ds.placement import PARAMETER, Holding, Part, Placement, StateSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,16 @@ def _moves(
     old: Placement, new: Placement, schema: StateSchema, node_of: Mapping[int, int] | None
 ) -> Iterator[_Move]:
     sent_bytes: dict[int, int] = defaultdict(int)
-    known: dict[tuple[tuple[Holding, ...], tuple[Holding, ...]], list[_Missing]] = {}
+    known: dict[tuple[bool, tuple[Part, ...], tuple[Part, ...]], list[_Missing]] = {}  # layers are alike
     for bucket in old.buckets:
         tensors = schema[bucket.index]
         shards: list[_Missing] | None = None  # the same of all states but the parameter
         for state, (name, itemsize) in enumerate(zip(tensors.names, tensors.itemsizes, strict=True)):
             if shards is None or name == PARAMETER:
-                key = old.holdings(bucket.index, name), new.holdings(bucket.index, name)
+                key = name == PARAMETER, old.parts[bucket.index], new.parts[bucket.index]
                 if key not in known:
-                    known[key] = _missing(*key, f"{name} of {bucket.pieces[0].tensor!r}")
+                    before, after = (placement.holdings(bucket.index, name) for placement in (old, new))
+                    known[key] = _missing(before, after, f"{name} of {bucket.pieces[0].tensor!r}")
                 missing = known[key]
                 shards = None if name == PARAMETER else missing
             else:
