@@ -37,13 +37,33 @@ def _held_of_parts(
     return held
 
 
-def bucket_order(before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, ...]:
-    """An order to move the buckets in, so that no rank holds much more than in its fuller plan.
+def rounds(before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    """The buckets that move together, in an order in which no rank holds much more than in its fuller plan.
 
-    before, after: `held_bytes` of both plans. Greedy: next comes the bucket after which the fullest rank,
-    measured against the larger of its two plans, is the least full. Deterministic, so all ranks agree on
-    it without communication.
+    before, after: `held_bytes` of both plans. Buckets move together where that gives no rank more
+    than its largest part of one bucket, under either plan, and does not bring it near its limit.
+    Deterministic, so all ranks agree without communication.
     """
+    largest = np.maximum(before, after).max(axis=1, initial=0)
+    held = before.sum(axis=1)
+    limit = np.maximum(held, after.sum(axis=1)) + 3 * largest // 2
+    result: list[list[int]] = []
+    leaving, coming = np.zeros_like(held), np.zeros_like(held)
+    for index in _order(before, after):
+        gone, come = before[:, index], after[:, index]
+        is_large = (leaving + gone > largest) | (coming + come > largest) | (held + coming + come > limit)
+        if not result or is_large.any():
+            held = held + coming - leaving
+            result.append([])
+            leaving, coming = np.zeros_like(held), np.zeros_like(held)
+        result[-1].append(index)
+        leaving, coming = leaving + gone, coming + come
+    return tuple(map(tuple, result))
+
+
+def _order(before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[int, ...]:
+    """Greedy: next comes the bucket after which the fullest rank, measured against the larger of its two
+    plans, is the least full."""
     # Ranks that hold equal amounts of all buckets, such as those of a TP group, count once.
     delta, counts = np.unique(after - before, axis=0, return_counts=True)
     headroom = np.maximum(delta.sum(axis=1), 0)
@@ -61,24 +81,6 @@ def bucket_order(before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[i
         remaining, totals = np.delete(remaining, best), np.delete(totals, best)
         delta = np.delete(delta, best, axis=1)
     return tuple(order)
-
-
-def rounds(
-    order: Sequence[int], before: NDArray[np.int64], after: NDArray[np.int64]
-) -> tuple[tuple[int, ...], ...]:
-    """The buckets in their order, small ones together: what a rank holds of a round, under either plan,
-    is no more than its largest part of one bucket."""
-    largest = np.maximum(before.max(axis=1, initial=0), after.max(axis=1, initial=0))
-    result: list[list[int]] = []
-    sums = np.zeros((2, len(largest)), dtype=np.int64)
-    for index in order:
-        sizes = np.stack((before[:, index], after[:, index]))
-        if not result or (sums + sizes > largest).any():
-            result.append([])
-            sums[:] = 0
-        result[-1].append(index)
-        sums += sizes
-    return tuple(map(tuple, result))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from malleus_ds.migration.errors import MigrationError
-from malleus_ds.migration.order import Window, bucket_order, held_bytes, open_window, rounds
+from malleus_ds.migration.order import Window, held_bytes, open_window, rounds
 from malleus_ds.migration.transfers import Transfer, transfers_of
 from malleus_ds.placement import PARAMETER, Placement, StateSchema
 from malleus_ds.zero.precision import gradient_dtype
@@ -67,11 +67,10 @@ def plan_migration(
     for move in own_transfers:
         moves[move.bucket].append(move)
     before, after = held_bytes(old, schema), held_bytes(new, schema)
-    order = rounds(bucket_order(before, after), before, after)
     largest_parts = np.maximum(before, after).max(axis=1, initial=0)
     direct_bytes = min(_DIRECT_BYTES, int(largest_parts.max(initial=0)) // _DIRECT_SHARE)
     own_rounds, allocated, freed = [], [], []
-    for buckets in order:
+    for buckets in rounds(before, after):
         if not (before[rank, list(buckets)].any() or after[rank, list(buckets)].any()):
             continue
         own = tuple(move for index in sorted(buckets) for move in moves[index])

@@ -199,15 +199,16 @@ def test_a_group_that_is_not_found_or_not_split_breaks_all_bars() -> None:
     assert not any(held(tensor_parallel.evaluate(measured)).values())
 
 
-def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
+def moved(sent_bytes: int = 10**9, peak_bytes: int = 500, transport_s: float = 0.25) -> dict[str, Any]:
     """Measurements of `migration`: the larger plan holds 300 bytes, its largest bucket 100."""
     switch = {
-        "sent_bytes": 1000,
-        "lower_bound_bytes": 1000,
+        "sent_bytes": 10**9,
+        "lower_bound_bytes": 10**9,
         "num_new_groups": 3,
         "duration_s": 0.4,
         "migration_s": 0.3,
-        "transport_s": 0.1,
+        "transport_s": transport_s,
+        "parts_s": {"agreement": 0.1, "wire": 0.3},
     }
     return {
         "model_state_bytes": 10**8,
@@ -216,10 +217,9 @@ def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
         "switches": [switch, switch | {"sent_bytes": sent_bytes}],
         "peaks": [
             {
-                "held_before_bytes": 200,
-                "held_after_bytes": 300,
                 "largest_bucket_bytes": 100,
-                "peak_bytes": peak,
+                "state": {"held_bytes": [200, 300], "peak_bytes": peak},
+                "all": {"held_bytes": [300, 450], "peak_bytes": 600},
             }
             for peak in (300, peak_bytes)
         ],
@@ -228,12 +228,17 @@ def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({}, (True, True)), ({"sent_bytes": 1004}, (False, True)), ({"peak_bytes": 501}, (True, False))],
+    [
+        ({}, (True, True, True)),
+        ({"sent_bytes": 10**9 + 4}, (False, True, True)),
+        ({"peak_bytes": 501}, (True, False, True)),
+        ({"transport_s": 0.1}, (True, True, False)),
+    ],
 )
-def test_migration_bars(changes: dict[str, int], expected: tuple[bool, bool]) -> None:
+def test_migration_bars(changes: dict[str, Any], expected: tuple[bool, ...]) -> None:
     verdict = migration.evaluate(moved(**changes))
     assert tuple(bar.ok for bar in verdict.bars) == expected
-    assert verdict.figures["migration / bare transport"] == pytest.approx(3.0)
+    assert verdict.figures["mean of the ranks: wire, s"] == 0.3
 
 
 def test_bytes_of_a_complete_exchange() -> None:
