@@ -58,8 +58,8 @@ def job(args: argparse.Namespace) -> dict[str, Any] | None:
     engine = make_engine(workload, section)
     engine.train_batch()  # now the optimizer has moments
     first, second = engine.plan, uneven_plan(engine.plan)
-    first_switch = _timed_switch(engine, second)
-    switches = [_timed_switch(engine, second if index % 2 else first) for index in range(args.switches)]
+    first_switch = timed_switch(engine, second)
+    switches = [timed_switch(engine, second if index % 2 else first) for index in range(args.switches)]
     peaks = [peak for plan in (first, second, first) for peak in _traced_switch(engine, plan)]
     engine.train_batch()  # the state is complete
     is_speaker = engine.global_rank == 0
@@ -98,7 +98,7 @@ def _stages(members: Sequence[int], num_layers: int) -> tuple[Stage, ...]:
     )
 
 
-def _timed_switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> dict[str, Any]:
+def timed_switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> dict[str, Any]:
     """A switch, and the bare transport of its bytes beside it. Collective; durations of the slowest rank."""
     import torch
     import torch.distributed as dist

@@ -34,7 +34,7 @@ from malleus_ds.pipe.outputs import tensors_with_gradient
 from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimizer, list_parameters
 from malleus_ds.pipe.precision import check_precision, make_loss_scaler, skips_overflow
 from malleus_ds.pipe.schedule import StandbySchedule
-from malleus_ds.pipe.switching import SwitchReport, switch
+from malleus_ds.pipe.switching import SwitchReport, prepare, switch
 from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
 from malleus_ds.plan import ParallelPlan
 from malleus_ds.zero.optimizer import MalleusZeroOptimizer
@@ -88,9 +88,9 @@ class MalleusPipelineEngine(Checkpointing):
         same objects. Raises on all ranks, with the old plan still running, when the plan does not
         fit (`PlanError`), the ranks have different plans (`AgreementError`), a rank cannot build its
         new layers (`SwitchFailedError`), or the state cannot move, for lack of a holder or of memory
-        (`MigrationError`).
+        (`MigrationError`). What fails all the same once state moves is a `StateLostError` on all ranks.
         """
-        with peer_errors(f"while switching plans before step {self.global_steps}", self._abandon):
+        with peer_errors(f"while switching plans before step {self.global_steps}", self.abandon):
             report = switch(self, plan)
         self._shares = self.plan.data_shares
         if not self._owns_data:
@@ -99,6 +99,15 @@ class MalleusPipelineEngine(Checkpointing):
             self.data_iterator = None
         self.switches.append(report)
         return report
+
+    def prepare(self, plan: ParallelPlan, max_groups: int | None = None) -> int:
+        """Create process groups that ``plan`` needs, so that a later `reconfigure` need not. Collective.
+
+        max_groups: at most so many (None: all). Returns how many are still missing. All ranks must give
+        the same plan, which `reconfigure` checks and this does not.
+        """
+        with peer_errors(f"while preparing a switch before step {self.global_steps}", self.abandon):
+            return prepare(self, plan, max_groups)
 
     @property
     def placement(self) -> Placement:
@@ -152,15 +161,22 @@ class MalleusPipelineEngine(Checkpointing):
         # Weak, so that an engine without references is freed.
         reference = weakref.ref(self)
 
-        def reconfigure(plan: ParallelPlan) -> dict[str, Any]:
+        def living() -> MalleusPipelineEngine:
             engine = reference()
             assert engine is not None, "only a living engine finishes steps"
-            cost = asdict(engine.reconfigure(plan))
+            return engine
+
+        def reconfigure(plan: ParallelPlan) -> dict[str, Any]:
+            cost = asdict(living().reconfigure(plan))
             del cost["step"]  # the loop names the step of the event
             return cost
 
+        def prepare_groups(plan: ParallelPlan, max_groups: int) -> int:
+            return living().prepare(plan, max_groups)
+
+        num_pipelines = len(self.plan.pipelines)
         self.control_loop = ControlLoop(
-            config, plane, self.measurement, nodes, len(self.plan.pipelines), reconfigure
+            config, plane, self.measurement, nodes, num_pipelines, reconfigure, prepare_groups
         )
         atexit.register(_close_at_exit, weakref.ref(self.control_loop))
 
@@ -276,7 +292,7 @@ class MalleusPipelineEngine(Checkpointing):
         May end with a switch to a new plan, when the control loop decided so. Raises
         `PeerLostError` when another rank stopped answering.
         """
-        with peer_errors(f"in step {self.global_steps}", self._abandon):
+        with peer_errors(f"in step {self.global_steps}", self.abandon):
             step, plan = self.global_steps, self.plan
             if self.device_emulation is not None:
                 self.device_emulation.set_step(step)
@@ -294,7 +310,7 @@ class MalleusPipelineEngine(Checkpointing):
                 self.control_loop.finish_step(step, plan, stop - start, can_switch=self._owns_data)
         return loss
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         if self.control_loop is not None:
             self.control_loop.abandon()
         if self._saving is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from malleus_ds.migration.errors import MigrationError, SwitchFailedError
+from malleus_ds.migration.errors import MigrationError, StateLostError, SwitchFailedError
 from malleus_ds.migration.execute import MigrationReport, migrate
 from malleus_ds.migration.prepare import MigrationPlan, plan_migration, reserve
 from malleus_ds.pipe.agreement import PeerLostError, require_equal, run_together
@@ -44,7 +44,15 @@ def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
         in_use = groups_of(placement)
         num_new_groups = engine.module.groups.ensure(in_use)
     slots, migration_plan = _prepare(engine, placement, states, interruption)
-    report = migrate(engine.optimizer, migration_plan, slots, states)
+    try:
+        report = migrate(engine.optimizer, migration_plan, slots, states)
+    except Exception as error:
+        # Peers wait for what this rank will never send, until its process ends and closes its connections.
+        engine.abandon()
+        raise StateLostError(
+            f"rank {engine.global_rank}: the switch before step {engine.global_steps} failed when state had "
+            f"begun to move, which cannot be undone: start again from a checkpoint ({error})"
+        ) from error
     for name in ("copying", "packing", "wire", "unpacking", "finishing"):
         interruption.add(name, getattr(report, f"{name}_s"))
     with interruption.part("groups"):
@@ -54,6 +62,13 @@ def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
     return SwitchReport(
         engine.global_steps, report, num_new_groups, interruption.duration_s, interruption.parts_s
     )
+
+
+def prepare(engine: MalleusPipelineEngine, plan: ParallelPlan, max_groups: int | None) -> int:
+    """See `MalleusPipelineEngine.prepare`. Collective over the world."""
+    groups = engine.module.groups
+    missing = groups.missing(groups_of(place(plan, engine.placement.buckets)))
+    return len(missing) - groups.ensure(missing[:max_groups])
 
 
 def groups_of(placement: Placement) -> list[tuple[int, ...]]:
