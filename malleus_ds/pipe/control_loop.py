@@ -18,6 +18,7 @@ from malleus_ds.detector.control_plane import ControlPlane, ControlPlaneError
 from malleus_ds.detector.rates import RateEstimator
 from malleus_ds.detector.record import StepRecord, digest_number, ranks_with_another_plan, unpack_records
 from malleus_ds.pipe.agreement import AgreementError, SwitchFailedError
+from malleus_ds.pipe.interruption import describe_parts
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.planner.process import PlannerFailure, PlannerProcess
@@ -295,6 +296,8 @@ class ControlLoop:
         self.events.append(LoopEvent(step, kind, details))
         self._trace({"step": step, "event": kind, **details})
         told = {name: details[name] for name in _LOGGED if name in details}
+        if "parts_s" in told:
+            told["parts_s"] = describe_parts(told["parts_s"])
         logger.log(
             logging.WARNING if kind.endswith("failed") else logging.INFO, f"step {step}: {kind} {told}"
         )

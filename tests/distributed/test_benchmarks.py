@@ -16,6 +16,7 @@ import engine_vs_deepspeed
 import migration
 import pytest
 import ranks
+import replan_vs_restart
 import tensor_parallel
 import torch
 
@@ -239,6 +240,31 @@ def test_migration_bars(changes: dict[str, Any], expected: tuple[bool, ...]) -> 
     verdict = migration.evaluate(moved(**changes))
     assert tuple(bar.ok for bar in verdict.bars) == expected
     assert verdict.figures["mean of the ranks: wire, s"] == 0.3
+
+
+def replanned(switch_s: float = 0.5) -> dict[str, Any]:
+    """Measurements of `replan_vs_restart`: the restart takes 11 s up to its first step."""
+    switch = {
+        "duration_s": switch_s,
+        "parts_s": {"agreement": 0.1},
+        "lower_bound_bytes": 10**8,
+        "transport_s": 0.1,
+        "next_step_s": 1.0,
+    }
+    return {
+        "train": {"switches": [switch, switch | {"duration_s": 0.2}], "ended": 100.0, "saved": 101.0},
+        "restart": {"started": 103.0, "joined": 106.0, "built": 110.0, "loaded": 111.0, "stepped": 112.5},
+    }
+
+
+def test_restart_is_compared_with_the_first_switch() -> None:
+    verdict = replan_vs_restart.evaluate(replanned())
+    assert held(verdict) == {"restart / re-plan in place": True}
+    assert verdict.bars[0].value == pytest.approx(22.0)
+    parts = [s for name, s in verdict.figures.items() if name.startswith("restart: ") and s is not None]
+    assert parts == pytest.approx([1.0, 2.0, 3.0, 4.0, 1.0, 1.5])
+    assert verdict.figures["in place, later switches, s"] == pytest.approx(0.2)
+    assert not any(held(replan_vs_restart.evaluate(replanned(switch_s=0.6))).values())
 
 
 def test_bytes_of_a_complete_exchange() -> None:
