@@ -58,21 +58,26 @@ def run_benchmark(script: str, parser: argparse.ArgumentParser, job: Job, evalua
     """The main program of a benchmark, in its first process and in its ranks; returns the exit code."""
     args = parser.parse_args()
     if args.measurements is not None:
-        return _run_rank(job, args)
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        parser.error(f"--json {args.json}: its folder does not exist; create it, or give another path")
+        return run_rank(job, args)
+    check_json_path(parser, args)
     began = time.monotonic()
     machine = describe_machine()
     with tempfile.TemporaryDirectory(prefix="malleus-benchmark-") as folder:
         path = Path(folder) / "measurements.json"
         arguments = [*sys.argv[1:], "--measurements", str(path)]
-        code = _run(job_command(find_launcher("mpirun"), NUM_RANKS, Path(script), arguments))
+        code = run(job_command(find_launcher("mpirun"), NUM_RANKS, Path(script), arguments))
         if code != 0:
             return code
         measured = json.loads(path.read_text(encoding="utf-8"))
     options = {name: value for name, value in vars(args).items() if name not in ("json", "measurements")}
     details = {"machine": machine, "options": options, "duration_s": time.monotonic() - began, **measured}
     return publish(details, evaluate(measured), args.json)
+
+
+def check_json_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Before the work, not after it."""
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        parser.error(f"--json {args.json}: its folder does not exist; create it, or give another path")
 
 
 def publish(details: Mapping[str, Any], verdict: Verdict, path: Path | None) -> int:
@@ -100,7 +105,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _run_rank(job: Job, args: argparse.Namespace) -> int:
+def run_rank(job: Job, args: argparse.Namespace) -> int:
     # The first process needs neither torch nor DeepSpeed.
     from malleus_ds.comm import init_distributed
     from malleus_ds.launch import run_job
@@ -115,7 +120,7 @@ def _run_rank(job: Job, args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(command: Sequence[str]) -> int:
+def run(command: Sequence[str]) -> int:
     """Run the ranks to their end; returns the exit code of the launcher."""
     # Many ranks share few cores: one thread each. DeepSpeed logs to stdout, which is for the report.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

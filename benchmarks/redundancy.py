@@ -102,7 +102,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     dist.all_gather_object(gathered, own)
     on_disks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(on_disks, on_disk)
-    elements = [bucket.num_elements for bucket in kept.engine._buckets]
+    elements = [bucket.num_elements for bucket in kept.engine.placement.buckets]
     for each in (plain, kept, survivor):
         each.engine.destroy()
     if dist.get_rank():

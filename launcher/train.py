@@ -21,6 +21,7 @@ import malleus_ds
 from malleus_ds.data import VOCABULARY_SIZE, ByteTextDataset
 from malleus_ds.launch import run_job
 from malleus_ds.models import GPTConfig, VocabParallelLoss, gpt_layers
+from malleus_ds.pipe.interruption import describe_parts
 from malleus_ds.plan import ParallelPlan
 from malleus_ds.report.measurements import End, Event, MeasurementWriter, Start, Step
 
@@ -115,7 +116,9 @@ def train(
         print(f"step {step}: loss {loss:.4f}, {duration_s:.3f} s", flush=True)
         writer.write(Step(step, duration_s, loss, loop.estimator.rates if loop else ()))
         for event in loop.events[num_told:] if loop else ():
-            print(f"step {event.step}: {event.kind}", flush=True)
+            parts = event.details.get("parts_s")
+            told = "" if parts is None else f" ({describe_parts(parts)})"
+            print(f"step {event.step}: {event.kind}{told}", flush=True)
             writer.write(Event(event.step, event.kind, event.details))
             num_told += 1
 

@@ -20,7 +20,7 @@ TRANSPORT_ERROR = re.compile(
 """How torch's backends speak of a lost peer in a bare RuntimeError."""
 
 _PEER_ERROR = re.compile(
-    r"\b(PeerLostError|RankFailedError|ControlPlaneError|Dist(Backend|Network|Store)?Error)\b"
+    r"\b(PeerLostError|RankFailedError|StateLostError|ControlPlaneError|Dist(Backend|Network|Store)?Error)\b"
 )
 
 

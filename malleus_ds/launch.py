@@ -12,6 +12,7 @@ from malleus_ds.detector.control_plane import ControlPlaneError
 from malleus_ds.detector.mpi import abort_on_error
 from malleus_ds.environment import named_rank
 from malleus_ds.errors import USER_MISTAKE, is_user_mistake
+from malleus_ds.migration.errors import StateLostError
 from malleus_ds.pipe.agreement import PeerLostError, RankFailedError
 
 
@@ -38,7 +39,7 @@ def _run(main: Callable[[], None]) -> int:
         main()
     except Exception as error:
         if not is_user_mistake(error) and not isinstance(
-            error, PeerLostError | RankFailedError | ControlPlaneError
+            error, PeerLostError | RankFailedError | StateLostError | ControlPlaneError
         ):
             raise
         _tell(error)

@@ -1,12 +1,13 @@
-"""What must move between two ownerships: pure, minimal, and in an order that bounds the peak memory."""
+"""What must move between two ownerships: pure and minimal."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from malleus_ds.placement import Placement, StateSchema
+from malleus_ds.migration.errors import MigrationError
+from malleus_ds.placement import PARAMETER, Holding, Part, Placement, StateSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,14 @@ class Transfer:
     destination: int
 
 
+_Move = tuple[int, int, int, int, int, int]
+"""A `Transfer` with the position of its state in the schema: hundreds of ranks have 100,000 of them, of which
+each rank needs few."""
+
+_Missing = tuple[int, int, tuple[int, ...], int]
+"""``(start, stop, sources, destination)``"""
+
+
 def transfers(
     old: Placement, new: Placement, schema: StateSchema, node_of: Mapping[int, int] | None = None
 ) -> tuple[Transfer, ...]:
@@ -28,18 +37,58 @@ def transfers(
     and nothing else, which is the lower bound of bytes (design 4.3).
 
     A source on the destination's node is preferred, then the one that sends the least so far.
-    node_of: node of each rank; None: all on one node.
+    node_of: node of each rank; None: all on one node. Raises `MigrationError` when nobody has what a rank
+    lacks.
     """
+    return tuple(_as_transfer(move, schema) for move in _moves(old, new, schema, node_of))
+
+
+def transfers_of(
+    rank: int,
+    old: Placement,
+    new: Placement,
+    schema: StateSchema,
+    node_of: Mapping[int, int] | None = None,
+) -> tuple[tuple[Transfer, ...], int]:
+    """Those of `transfers` that ``rank`` sends or receives, and the bytes of all."""
+    own, total_bytes = [], 0
+    for move in _moves(old, new, schema, node_of):
+        bucket, state, start, stop, source, destination = move
+        total_bytes += (stop - start) * schema[bucket].itemsizes[state]
+        if rank in (source, destination):
+            own.append(_as_transfer(move, schema))
+    return tuple(own), total_bytes
+
+
+def _as_transfer(move: _Move, schema: StateSchema) -> Transfer:
+    bucket, state, start, stop, source, destination = move
+    return Transfer(bucket, schema[bucket].names[state], start, stop, source, destination)
+
+
+def _moves(
+    old: Placement, new: Placement, schema: StateSchema, node_of: Mapping[int, int] | None
+) -> Iterator[_Move]:
     sent_bytes: dict[int, int] = defaultdict(int)
-    result: list[Transfer] = []
+    known: dict[tuple[bool, tuple[Part, ...], tuple[Part, ...]], list[_Missing]] = {}  # layers are alike
     for bucket in old.buckets:
         tensors = schema[bucket.index]
-        for state, itemsize in zip(tensors.names, tensors.itemsizes, strict=True):
-            for start, stop, sources, destination in _missing(old, new, bucket.index, state):
-                source = _best_source(sources, destination, sent_bytes, node_of)
+        shards: list[_Missing] | None = None  # the same of all states but the parameter
+        for state, (name, itemsize) in enumerate(zip(tensors.names, tensors.itemsizes, strict=True)):
+            if shards is None or name == PARAMETER:
+                key = name == PARAMETER, old.parts[bucket.index], new.parts[bucket.index]
+                if key not in known:
+                    before, after = (placement.holdings(bucket.index, name) for placement in (old, new))
+                    known[key] = _missing(before, after, f"{name} of {bucket.pieces[0].tensor!r}")
+                missing = known[key]
+                shards = None if name == PARAMETER else missing
+            else:
+                missing = shards
+            for start, stop, sources, destination in missing:
+                source = sources[0]
+                if len(sources) > 1:
+                    source = _best_source(sources, destination, sent_bytes, node_of)
                 sent_bytes[source] += (stop - start) * itemsize
-                result.append(Transfer(bucket.index, state, start, stop, source, destination))
-    return tuple(result)
+                yield bucket.index, state, start, stop, source, destination
 
 
 def _best_source(
@@ -52,77 +101,32 @@ def _best_source(
     return min(sources, key=cost)
 
 
-def _missing(
-    old: Placement, new: Placement, bucket: int, state: str
-) -> list[tuple[int, int, tuple[int, ...], int]]:
-    """``(start, stop, sources, destination)`` of what new holders lack. Both ownerships cover the
-    bucket with disjoint ascending intervals, so one merge of their cuts finds all."""
-    before, after = old.holdings(bucket, state), new.holdings(bucket, state)
-    missing: list[tuple[int, int, tuple[int, ...], int]] = []
+def _missing(before: Sequence[Holding], after: Sequence[Holding], what: str) -> list[_Missing]:
+    """What new holders lack. Both ownerships are disjoint ascending intervals, so one merge of their cuts
+    finds all."""
+    missing: list[_Missing] = []
     i = 0
     for holding in after:
-        while before[i].stop <= holding.start:
+        while i < len(before) and before[i].stop <= holding.start:
             i += 1
-        k = i
+        position, k = holding.start, i
         while k < len(before) and before[k].start < holding.stop:
             start, stop = max(before[k].start, holding.start), min(before[k].stop, holding.stop)
-            missing.extend(
-                (start, stop, before[k].ranks, rank) for rank in holding.ranks if rank not in before[k].ranks
-            )
+            sources = before[k].ranks
+            if start > position or not sources:
+                break
+            missing.extend((start, stop, sources, rank) for rank in holding.ranks if rank not in sources)
+            position = stop
             k += 1
+        if position < holding.stop:
+            raise MigrationError(
+                f"no rank has elements [{position}, {holding.stop}) of the {what}, which ranks "
+                f"{list(holding.ranks)} need under the new plan: load a checkpoint"
+            )
     return missing
 
 
 def num_bytes(moves: Sequence[Transfer], schema: StateSchema) -> int:
     """Bytes on the wire."""
-    return sum(
-        (move.stop - move.start) * schema[move.bucket].itemsizes[schema[move.bucket].names.index(move.state)]
-        for move in moves
-    )
-
-
-def state_bytes(placement: Placement, schema: StateSchema, rank: int) -> dict[int, int]:
-    """Bytes that ``rank`` holds, by bucket: parameters and its shards."""
-    result = {}
-    for index in placement.held_by(rank):
-        tensors = schema[index]
-        result[index] = sum(
-            (holding.stop - holding.start) * itemsize
-            for state, itemsize in zip(tensors.names, tensors.itemsizes, strict=True)
-            for holding in placement.holdings(index, state)
-            if rank in holding.ranks
-        )
-    return result
-
-
-def bucket_order(old: Placement, new: Placement, schema: StateSchema) -> tuple[int, ...]:
-    """An order to move the buckets in, so that no rank holds much more than in its fuller plan.
-
-    Greedy: next comes the bucket after which the fullest rank, measured against the larger of its
-    two plans, is the least full. Deterministic, so all ranks agree on it without communication.
-    """
-    deltas: dict[int, dict[int, int]] = defaultdict(dict)
-    headroom: dict[int, int] = {}
-    for rank in sorted({*old.plan.ranks, *new.plan.ranks}):
-        before, after = state_bytes(old, schema, rank), state_bytes(new, schema, rank)
-        headroom[rank] = max(0, sum(after.values()) - sum(before.values()))
-        for index in {*before, *after}:
-            delta = after.get(index, 0) - before.get(index, 0)
-            if delta:
-                deltas[index][rank] = delta
-    order = []
-    remaining = sorted(range(len(old.buckets)))
-    while remaining:
-        best = min(
-            remaining,
-            key=lambda index: (
-                max((delta - headroom[rank] for rank, delta in deltas[index].items()), default=0),
-                sum(deltas[index].values()),
-                index,
-            ),
-        )
-        remaining.remove(best)
-        for rank, delta in deltas[best].items():
-            headroom[rank] -= delta
-        order.append(best)
-    return tuple(order)
+    itemsizes = [dict(zip(tensors.names, tensors.itemsizes, strict=True)) for tensors in schema]
+    return sum((move.stop - move.start) * itemsizes[move.bucket][move.state] for move in moves)

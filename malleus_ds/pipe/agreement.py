@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from malleus_ds.detector.control_plane import ControlPlaneError
 from malleus_ds.errors import TRANSPORT_ERROR
+from malleus_ds.migration.errors import StateLostError
+from malleus_ds.migration.errors import SwitchFailedError as SwitchFailedError  # beside the other errors
 
 Result = TypeVar("Result")
 
@@ -21,10 +23,6 @@ class AgreementError(ValueError):
 
 class RankFailedError(RuntimeError):
     """Another rank failed while this one did not."""
-
-
-class SwitchFailedError(RuntimeError):
-    """A switch of plans failed on some rank; all ranks still run the old plan."""
 
 
 class PeerLostError(RuntimeError):
@@ -101,7 +99,8 @@ def peer_errors(what: str, on_loss: Callable[[], None] = lambda: None) -> Iterat
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PeerLostError | RankFailedError) or not _is_connection_error(error):
+        is_named = isinstance(error, PeerLostError | RankFailedError | StateLostError)
+        if is_named or not _is_connection_error(error):
             raise
         on_loss()
         rank = dist.get_rank() if dist.is_initialized() else -1

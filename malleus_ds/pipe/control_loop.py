@@ -19,6 +19,7 @@ from malleus_ds.detector.rates import RateEstimator
 from malleus_ds.detector.record import StepRecord, digest_number, ranks_with_another_plan, unpack_records
 from malleus_ds.elastic.restart_plan import RestartPlan
 from malleus_ds.pipe.agreement import AgreementError, SwitchFailedError
+from malleus_ds.pipe.interruption import describe_parts
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.planner.process import PlannerFailure, PlannerProcess
@@ -30,7 +31,7 @@ class LoopEvent:
     """Something that the loop saw or did, on the coordinator.
 
     step: the step that had just ended; kind: "calibrated", "shift", "planned", "kept",
-    "planning_failed", "switched" or "switch_failed"; details: JSON values.
+    "planning_failed", "prepared", "switched" or "switch_failed"; details: JSON values.
     """
 
     step: int
@@ -47,10 +48,29 @@ class _Submission:
     planned_rates: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A plan that all ranks know of and will switch to, made for the plan ``base``.
+
+    max_groups: how many process groups are created for it at one step boundary; received_s: how long its
+    announcement took to come.
+    """
+
+    base: str
+    plan: ParallelPlan
+    max_groups: int
+    received_s: float
+
+
+_GROUPS_AT_ONCE = 16
+"""Process groups that may be created at one step boundary. Waiting a step for fewer would cost more."""
+_MAX_BOUNDARIES = 4
+"""Step boundaries over which the creation of many groups is spread."""
+
 _RETRY_STEPS = 20
 """Between a planning or a switch that failed and the next try."""
 
-_LOGGED = ("ranks", "new_rates", "step_s", "current_step_s", "duration_s", "reason")
+_LOGGED = ("ranks", "new_rates", "step_s", "current_step_s", "duration_s", "parts_s", "reason")
 
 
 def most_pipelines(config: MalleusConfig, plan: ParallelPlan, restart: RestartPlan | None) -> int | None:
@@ -77,14 +97,18 @@ class ControlLoop:
         nodes: tuple[tuple[int, ...], ...],
         max_pipelines: int | None,
         switch: Callable[[ParallelPlan], dict[str, Any]],
+        prepare: Callable[[ParallelPlan, int], int],
     ) -> None:
-        """max_pipelines: see `most_pipelines`; switch: changes the engine's plan, collectively, and
-        returns what it cost, for the log."""
+        """max_pipelines: see `most_pipelines`; switch: changes the engine's plan, collectively, and returns
+        what it cost, for the log; prepare: creates so many process groups for a plan, collectively, and
+        returns how many are missing."""
         self._config = config
         self._plane = plane
         self._measurement = measurement
         self._nodes = nodes
         self._switch = switch
+        self._prepare = prepare
+        self._next: _Announced | None = None
         self._max_pipelines = max_pipelines
         self._in_flight = False
         self._is_open = True
@@ -117,13 +141,16 @@ class ControlLoop:
         record = StepRecord(step, compute_s, expected_s, digest_number(plan.digest))
         announced_bytes = self._complete_exchange(step, plan, can_switch)
         if announced_bytes:
-            self._switch_together(step, plan, announced_bytes)
+            self._next = self._receive(announced_bytes)
+        if self._next is not None:
+            self._approach(self._next, step, plan)
         self._plane.start_exchange(replace(record, plan_bytes=len(self._announced)).pack())
         self._in_flight = True
 
     def jump(self) -> None:
         """The next step has another number than the last one plus one: a checkpoint was loaded."""
         self._quiet_until = 0
+        self._next = None
 
     def abandon(self) -> None:
         """A peer is lost: what is in flight will never complete."""
@@ -150,23 +177,41 @@ class ControlLoop:
             self._is_open = False
             self._plane.close()
 
-    def _switch_together(self, step: int, plan: ParallelPlan, num_bytes: int) -> None:
-        """Receive the announced plan and switch to it, unless the user changed the plan or the batch since
-        it was made."""
+    def _receive(self, num_bytes: int) -> _Announced:
+        """The plan that the coordinator announced."""
+        began = time.perf_counter()
         announcement = json.loads(self._plane.broadcast(self._announced or None, num_bytes))
         self._announced = b""
-        new_plan = ParallelPlan.from_dict(announcement["plan"])
-        if announcement["base"] != plan.digest:
+        plan = ParallelPlan.from_dict(announcement["plan"])
+        return _Announced(announcement["base"], plan, 0, time.perf_counter() - began)
+
+    def _approach(self, announced: _Announced, step: int, plan: ParallelPlan) -> None:
+        """Create process groups for the announced plan; switch to it once few are missing, unless the user
+        changed the plan or the batch since it was made."""
+        self._next = None
+        if announced.base != plan.digest:
             self._note(step, "kept", reason="the plan or the batch changed since the plan was announced")
             self._count_shift_again()
             return
+        began = time.perf_counter()
         try:
-            cost = self._switch(new_plan)
+            num_missing = self._prepare(announced.plan, announced.max_groups)
+            if num_missing > _GROUPS_AT_ONCE:
+                at_once = announced.max_groups or max(_GROUPS_AT_ONCE, -(-num_missing // _MAX_BOUNDARIES))
+                if not announced.max_groups:
+                    num_missing = self._prepare(announced.plan, at_once)
+                self._next = replace(announced, max_groups=at_once)
+                duration_s = time.perf_counter() - began
+                self._note(step, "prepared", num_missing_groups=num_missing, duration_s=duration_s)
+                return
+            cost = self._switch(announced.plan)
         except (AgreementError, PlanError, SwitchFailedError) as error:  # on all ranks alike
-            self._note(step, "switch_failed", plan=new_plan.to_dict(), reason=str(error))
+            self._note(step, "switch_failed", plan=announced.plan.to_dict(), reason=str(error))
             self._try_later(step)
         else:
-            self._note(step, "switched", plan=new_plan.to_dict(), **cost)
+            cost["parts_s"] = {"announcement": announced.received_s, **cost["parts_s"]}
+            cost["duration_s"] += announced.received_s
+            self._note(step, "switched", plan=announced.plan.to_dict(), **cost)
 
     def _complete_exchange(self, step: int, plan: ParallelPlan, can_switch: bool) -> int:
         """Take in the records of the step before; returns the bytes of an announced plan, or 0."""
@@ -184,7 +229,7 @@ class ControlLoop:
             self.estimator.update(records)
             self._trace_step(step)
             # A plan that was announced in this record takes effect now; the next one can wait.
-            if self._planner is not None and not records[0].plan_bytes:
+            if self._planner is not None and not records[0].plan_bytes and self._next is None:
                 self._announced = self._coordinate(self._planner, step, plan, can_switch)
         return records[0].plan_bytes
 
@@ -258,6 +303,8 @@ class ControlLoop:
         self.events.append(LoopEvent(step, kind, details))
         self._trace({"step": step, "event": kind, **details})
         told = {name: details[name] for name in _LOGGED if name in details}
+        if "parts_s" in told:
+            told["parts_s"] = describe_parts(told["parts_s"])
         logger.log(
             logging.WARNING if kind.endswith("failed") else logging.INFO, f"step {step}: {kind} {told}"
         )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,17 +27,9 @@ from malleus_ds.detector.clock import make_clock
 from malleus_ds.detector.factory import make_control_plane
 from malleus_ds.emulation import EmulatedDevice
 from malleus_ds.environment import HOST_VARIABLE
-from malleus_ds.migration.execute import MigrationReport, migrate
 from malleus_ds.pipe.additional_losses import AdditionalLosses, reports_losses
-from malleus_ds.pipe.agreement import (
-    PeerLostError,
-    SwitchFailedError,
-    peer_errors,
-    require_equal,
-    run_together,
-)
+from malleus_ds.pipe.agreement import peer_errors, require_equal, run_together
 from malleus_ds.pipe.control_loop import ControlLoop, most_pipelines
-from malleus_ds.pipe.grid import plan_groups
 from malleus_ds.pipe.in_memory import InMemory
 from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.pipe.outputs import tensors_with_gradient
@@ -46,22 +37,11 @@ from malleus_ds.pipe.parameter_groups import check_parameters, describe_optimize
 from malleus_ds.pipe.precision import check_precision, make_loss_scaler, skips_overflow
 from malleus_ds.pipe.run_notes import RunNotes
 from malleus_ds.pipe.schedule import StandbySchedule
+from malleus_ds.pipe.switching import SwitchReport, prepare, switch
 from malleus_ds.placement import Placement, make_buckets, merge_layouts, place
-from malleus_ds.plan import ParallelPlan, PlanError
-from malleus_ds.zero.binding import TensorSlot
+from malleus_ds.plan import ParallelPlan
 from malleus_ds.zero.optimizer import MalleusZeroOptimizer
-from malleus_ds.zero.state import check_state
 from malleus_ds.zero.supported import check_optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchReport:
-    """What `MalleusPipelineEngine.reconfigure` did, on this rank."""
-
-    step: int
-    migration: MigrationReport
-    num_new_groups: int
-    duration_s: float
 
 
 class MalleusPipelineEngine(InMemory):
@@ -111,61 +91,44 @@ class MalleusPipelineEngine(InMemory):
 
         The training state migrates in place; engine, module, optimizer and LR scheduler stay the
         same objects. Raises on all ranks, with the old plan still running, when the plan does not
-        fit (`PlanError`), the ranks have different plans (`AgreementError`), or a rank cannot build its
-        new layers (`SwitchFailedError`).
+        fit (`PlanError`), the ranks have different plans (`AgreementError`), a rank cannot build its
+        new layers (`SwitchFailedError`), or the state cannot move, for lack of a holder or of memory
+        (`MigrationError`). What fails all the same once state moves is a `StateLostError` on all ranks.
         """
-        began = time.perf_counter()
-        with peer_errors(f"while switching plans before step {self.global_steps}", self._abandon):
-            _, digests = run_together(lambda: self._check_switch(plan), note=lambda digest: digest)
-            require_equal("plans", digests, "call reconfigure with the same plan on every rank")
-            placement = place(plan, self._buckets)
+        with peer_errors(f"while switching plans before step {self.global_steps}", self.abandon):
             self._end_keeping()
-            in_use = [*plan_groups(plan), *placement.groups]
-            num_new_groups = self.module.groups.ensure(in_use)
-            slots = self._rebuild(placement)
-            migration = migrate(self.optimizer, placement, slots, self._node_of)
-            self.module.groups.trim(in_use)
-        self._moved()
+            report = switch(self, plan)
         self._shares = self.plan.data_shares
         if not self._owns_data:
             # It was read for the old place: by first and last stages only, and another share of the data.
             self._stale_iterator = self.data_iterator or self._stale_iterator
             self.data_iterator = None
-        report = SwitchReport(self.global_steps, migration, num_new_groups, time.perf_counter() - began)
         self.switches.append(report)
         return report
 
-    def _rebuild(self, placement: Placement) -> dict[str, TensorSlot]:
-        """The module's tensors under ``placement``; when a rank cannot build its layers, all go back."""
+    def prepare(self, plan: ParallelPlan, max_groups: int | None = None) -> int:
+        """Create process groups that ``plan`` needs, so that a later `reconfigure` need not. Collective.
 
-        def build() -> dict[str, TensorSlot]:
-            slots = self.module.rebuild(placement.plan)
-            self._cast_module()
-            self.optimizer.check_slots(placement, slots)
-            return slots
+        max_groups: at most so many (None: all). Returns how many are still missing. All ranks must give
+        the same plan, which `reconfigure` checks and this does not.
+        """
+        with peer_errors(f"while preparing a switch before step {self.global_steps}", self.abandon):
+            return prepare(self, plan, max_groups)
 
-        self.param_names.clear()  # its keys would keep the parameters of dropped layers alive
-        try:
-            slots, _ = run_together(build)
-        except PeerLostError:
-            raise
-        except Exception as error:  # whatever a layer's constructor raises
-            slots, _ = run_together(self.module.go_back)
-            for storage in self.optimizer.storages.values():
-                self.optimizer.bind(storage, slots)
-            self._moved()
-            raise SwitchFailedError(f"the old plan stays: {error}") from error
-        self.module.forget()
-        return slots
+    @property
+    def placement(self) -> Placement:
+        """Who holds what now."""
+        assert self.optimizer.placement is not None, "DeepSpeed's constructor makes the optimizer"
+        return self.optimizer.placement
 
-    def _cast_module(self) -> None:
+    def cast_module(self) -> None:
         """Give layers that were built anew the dtypes that DeepSpeed gives the module at the start."""
         if self.fp16_enabled() or self.bfloat16_enabled():
             parameters, buffers = self._mixed_precision_dtypes()
             kept = keep_in_fp32_pattern(self.module, self._config.keep_in_fp32_modules, parameters)
             self._cast_module_mixed_precision(parameters, buffers, False, kept)
 
-    def _moved(self) -> None:
+    def moved(self) -> None:
         """The module has another place in the plan, or other modules in the same place."""
         self._take_position()
         self._emulate_layers()
@@ -204,15 +167,23 @@ class MalleusPipelineEngine(InMemory):
         # Weak, so that an engine without references is freed.
         reference = weakref.ref(self)
 
-        def switch(plan: ParallelPlan) -> dict[str, Any]:
+        def living() -> MalleusPipelineEngine:
             engine = reference()
             assert engine is not None, "only a living engine finishes steps"
-            cost = asdict(engine.reconfigure(plan))
+            return engine
+
+        def reconfigure(plan: ParallelPlan) -> dict[str, Any]:
+            cost = asdict(living().reconfigure(plan))
             del cost["step"]  # the loop names the step of the event
             return cost
 
+        def prepare_groups(plan: ParallelPlan, max_groups: int) -> int:
+            return living().prepare(plan, max_groups)
+
         num_pipelines = most_pipelines(config, self.plan, self.module.restart_plan)
-        self.control_loop = ControlLoop(config, plane, self.measurement, nodes, num_pipelines, switch)
+        self.control_loop = ControlLoop(
+            config, plane, self.measurement, nodes, num_pipelines, reconfigure, prepare_groups
+        )
         atexit.register(_close_at_exit, weakref.ref(self.control_loop))
 
     def destroy(self) -> None:
@@ -238,18 +209,6 @@ class MalleusPipelineEngine(InMemory):
         return RunNotes.of_environment(
             self.plan, self.malleus_config, self.module.num_slices, self._ranks_of_nodes(), num_pipelines
         )
-
-    def _check_switch(self, plan: ParallelPlan) -> str:
-        self.module.check(plan)
-        self._check_nodes(plan)
-        shape, own = (
-            f"{p.num_micro_batches} micro-batches of {p.micro_batch_size} samples" for p in (plan, self.plan)
-        )
-        if shape != own:
-            raise PlanError(f"the plan has {shape}, but the job has {own}; a switch must keep both")
-        check_state(self.basic_optimizer, self.optimizer.storages.values())
-        self.optimizer.collect(self.module.slots())
-        return plan.digest
 
     def _take_position(self) -> None:
         """Set what the engine derives from its place in the plan."""
@@ -307,8 +266,8 @@ class MalleusPipelineEngine(InMemory):
         layout = merge_layouts(all_described)
         self.registration_order = tuple(dict.fromkeys(t.name for part in all_described for t in part))
         self._buckets = make_buckets(layout, self.malleus_config.bucket_bytes, self.module.num_slices)
-        self._node_of = self._nodes()
-        self._check_nodes(self.plan)
+        self.node_of = self._nodes()
+        self.check_nodes(self.plan)
         placement = place(self.plan, self._buckets)
         self.module.groups.ensure(placement.groups)
         self.optimizer = MalleusZeroOptimizer(
@@ -326,14 +285,14 @@ class MalleusPipelineEngine(InMemory):
         """Torch's LR schedulers take torch optimizers only; the groups are the same objects."""
         return super()._scheduler_from_config(self.basic_optimizer)
 
-    def _check_nodes(self, plan: ParallelPlan) -> None:
+    def check_nodes(self, plan: ParallelPlan) -> None:
         """Raise `PlanError` for a TP group that crosses a node."""
         plan.validate(plan.num_layers, plan.world_size, nodes=self._ranks_of_nodes())
 
     def _ranks_of_nodes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(
-            tuple(rank for rank, node in self._node_of.items() if node == index)
-            for index in sorted(set(self._node_of.values()))
+            tuple(rank for rank, node in self.node_of.items() if node == index)
+            for index in sorted(set(self.node_of.values()))
         )
 
     def _nodes(self) -> dict[int, int]:
@@ -353,7 +312,7 @@ class MalleusPipelineEngine(InMemory):
         May end with a switch to a new plan, when the control loop decided so. Raises
         `PeerLostError` when another rank stopped answering.
         """
-        with peer_errors(f"in step {self.global_steps}", self._abandon):
+        with peer_errors(f"in step {self.global_steps}", self.abandon):
             step, plan = self.global_steps, self.plan
             if self.device_emulation is not None:
                 self.device_emulation.set_step(step)
@@ -376,7 +335,7 @@ class MalleusPipelineEngine(InMemory):
             self._run_notes.finish_step(step, self.plan, rates, profile)
         return loss
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         if self.control_loop is not None:
             self.control_loop.abandon()
         if self._saving is not None:

@@ -51,7 +51,7 @@ class Evaluation(Messages):
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         try:
             self.set_dataiterator(data_iter)
-            with peer_errors("in eval_batch", self._abandon), torch.no_grad():
+            with peer_errors("in eval_batch", self.abandon), torch.no_grad():
                 if not self.is_standby:
                     self._expect(count)
                     self._forget_shapes()

@@ -35,7 +35,7 @@ from malleus_ds.redundancy.gathering import fetch, locate
 from malleus_ds.redundancy.keeper import Arrangement, Keeper, RedundancyCost, check_room
 from malleus_ds.redundancy.part import PartHeader
 from malleus_ds.redundancy.survey import RUN_PREFIX, Generation, listing, newest, parts
-from malleus_ds.zero.state import GroupState, check_state, merge_group_states
+from malleus_ds.zero.state import GroupState, describe_state, merge_group_states
 
 _EVERYTHING = Wanted(strict=True, optimizer=True, lr_scheduler=True, position=True)
 _EXIT_PATIENCE_S = 2.0
@@ -70,7 +70,7 @@ class InMemory(Checkpointing):
     """The part of `MalleusPipelineEngine` that keeps its state in memory."""
 
     _keeper: Keeper | None = None
-    _node_of: dict[int, int]
+    node_of: dict[int, int]
 
     @property
     def redundancy_cost(self) -> RedundancyCost | None:
@@ -118,7 +118,7 @@ class InMemory(Checkpointing):
         if host is None:
             host = socket.gethostname()
             if self.malleus_config.nodes is not None:
-                host = f"node {self._node_of[self.global_rank]} ({host})"
+                host = f"node {self.node_of[self.global_rank]} ({host})"
         self._keeper = Keeper(directory, host, self.malleus_config.timeout_s, self.device)
         tensors = [asdict(tensor) for tensor in logical_tensors(self.optimizer)]
         self._model_digest = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
@@ -152,7 +152,7 @@ class InMemory(Checkpointing):
         """Before the first generation under a plan. Collective over the world."""
 
         def look() -> _Note:
-            check_state(self.basic_optimizer, self.optimizer.storages.values())
+            describe_state(self.basic_optimizer, self.optimizer.storages.values())
             describe(self, group_states(self.optimizer), {}, ())
             slots = self.module.slots()
             self._buffers = frozenset(name for name, slot in slots.items() if not slot.is_parameter)
@@ -167,12 +167,12 @@ class InMemory(Checkpointing):
             notes[0].run,
             [note.num_bytes for note in notes],
             [note.host for note in notes],
-            self._node_of,
+            self.node_of,
         )
-        node = self._node_of[self.global_rank]
-        neighbours = [rank for rank, other in self._node_of.items() if other == node]
+        node = self.node_of[self.global_rank]
+        neighbours = [rank for rank, other in self.node_of.items() if other == node]
         run_alike(RedundancyError, lambda: check_room(keeper.directory, keeper.host, arrangement, neighbours))
-        if keeper.arrangement is None and len(set(self._node_of.values())) == 1 and self.global_rank == 0:
+        if keeper.arrangement is None and len(set(self.node_of.values())) == 1 and self.global_rank == 0:
             logger.warning(
                 "malleus.redundancy: all ranks are on one node, so there is no second copy: the memory "
                 "survives the loss of processes, not of the node"
@@ -182,7 +182,7 @@ class InMemory(Checkpointing):
     def _end_keeping(self) -> None:
         """Before the state changes."""
         if self._keeper is not None:
-            with peer_errors("while the state was copied to another node", self._abandon):
+            with peer_errors("while the state was copied to another node", self.abandon):
                 self._keeper.wait()
 
     def _put_back(self, *args: Any) -> None:

@@ -20,7 +20,7 @@ from malleus_ds.checkpoint.values import check_json
 from malleus_ds.pipe.agreement import PeerLostError, require_equal, run_alike, run_together
 from malleus_ds.pipe.batch_size import BatchSize
 from malleus_ds.pipe.resume import describe
-from malleus_ds.zero.state import GroupState, check_state, merge_group_states
+from malleus_ds.zero.state import GroupState, describe_state, merge_group_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Saving(BatchSize):
             raise CheckpointError("save_dir is empty: give a directory that all ranks share")
         check_tag(order.tag)
         check_json(order.client_state, "client_state")
-        check_state(self.basic_optimizer, self.optimizer.storages.values())
+        describe_state(self.basic_optimizer, self.optimizer.storages.values())
         slots = self.module.slots()
         self.optimizer.collect(slots)
         frozen = {

@@ -25,6 +25,10 @@ class GroupCache:
         self._max_groups = max_groups
         self._groups: OrderedDict[Members, dist.ProcessGroup | None] = OrderedDict()
 
+    def missing(self, wanted: Iterable[Members]) -> list[Members]:
+        """Those that are not there, each once, in their order."""
+        return [members for members in dict.fromkeys(wanted) if members not in self._groups]
+
     def ensure(self, wanted: Iterable[Members]) -> int:
         """Create the missing groups; returns how many were created."""
         num_created = 0

@@ -84,6 +84,16 @@ class Placement:
         """The parts that ``rank`` holds: neighbours, so together one range of the bucket."""
         return tuple(part for part in self.parts[bucket] if rank in part.ranks)
 
+    def flat_size(self, bucket: int, rank: int) -> int:
+        """Elements of the flat buffer of what ``rank`` holds of a bucket, 0 for nothing.
+
+        One part is padded to equal shards. Several are not, so that a cut tensor is one contiguous range.
+        """
+        parts = self.parts_of(bucket, rank)
+        if len(parts) == 1:
+            return len(parts[0].ranks) * parts[0].shard_size
+        return parts[-1].stop - parts[0].start if parts else 0
+
     def first_holder(self, bucket: int, part: Part) -> int:
         """The holder of a part in the first pipeline, of the bucket's first layer."""
         first_layer = min(self.buckets[bucket].layers)

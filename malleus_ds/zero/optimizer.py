@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.clip_norm = clip_norm
         self.shapes = {tensor.name: tensor.shape for tensor in layout}
         self.rank = dist.get_rank()
+        self.allocate_bytes: Callable[[int], Tensor] = partial(torch.empty, dtype=torch.uint8, device=device)
+        """Tries whether memory is there, before a migration."""
         self.placement: Placement | None = None
         self.storages: dict[int, BucketStorage] = {}
         self.local_totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -152,14 +155,18 @@ class MalleusZeroOptimizer(ZeROOptimizer):  # type: ignore[misc]
         placement: Placement,
         slots: Mapping[str, TensorSlot],
         states: Mapping[int, GroupState] | None = None,
+        zeros: list[Tensor] | None = None,
     ) -> None:
-        """Allocate gradients and give the shards, with their state, to the torch optimizer."""
+        """Allocate gradients and give the shards, with their state, to the torch optimizer.
+
+        zeros: buffers to take for gradients, where they fit.
+        """
         self.placement = placement
         self.storages = dict(sorted(self.storages.items()))
         for group in self.param_groups:
             group["params"] = []
         for storage in self.storages.values():
-            storage.prepare_training()
+            storage.prepare_training(zeros)
             self.bind(storage, slots)
             for shard in storage.shards:
                 if shard.parameter is not None:

@@ -33,19 +33,54 @@ def detach_state(
 ) -> dict[int, GroupState]:
     """Take the state out of the optimizer and put its element-wise tensors into the storages.
 
-    Returns what each parameter group holds on this rank. Raises `OptimizerStateError`: see `check_state`.
+    Returns what each parameter group holds on this rank. Raises `OptimizerStateError`: see `describe_state`.
     """
     groups: dict[int, GroupState] = {}
     for group, shard, parameter in _stepped(storages):
         state = optimizer.state.pop(parameter, {})
-        if not state:
-            continue
-        shard.state = {name: value for name, value in state.items() if _is_elementwise(name, value, shard)}
-        groups[group] = GroupState(
-            dtypes={name: str(value.dtype).removeprefix("torch.") for name, value in shard.state.items()},
-            shared={name: value for name, value in state.items() if name not in shard.state},
-        )
+        if state:
+            shard.state = {name: v for name, v in state.items() if _is_elementwise(name, v, shard)}
+            groups[group] = _describe(state, shard)
     return groups
+
+
+def describe_state(
+    optimizer: torch.optim.Optimizer, storages: Iterable[BucketStorage]
+) -> dict[int, GroupState]:
+    """What each parameter group holds on this rank, where it holds something.
+
+    Raises `OptimizerStateError` for state that is neither element-wise nor a scalar: it cannot move.
+    """
+    groups: dict[int, GroupState] = {}
+    for group, shard, parameter in _stepped(storages):
+        state = optimizer.state.get(parameter, {})
+        if state:
+            described = _describe(state, shard)
+            groups.setdefault(group, described)
+    return groups
+
+
+def missing_state(
+    optimizer: torch.optim.Optimizer, storages: Iterable[BucketStorage], groups: Mapping[int, GroupState]
+) -> str | None:
+    """A state tensor of ``groups`` that this rank should hold and does not, in words."""
+    for storage in storages:
+        for _, shard, parameter in _stepped([storage]):
+            state = optimizer.state.get(parameter, {})
+            for name in state_dtypes(storage.bucket, groups):
+                if name != MASTER and not isinstance(state.get(name), Tensor):
+                    tensor = storage.bucket.pieces[0].tensor
+                    return f"{name} of elements [{shard.start}, {shard.stop}) of {tensor!r}"
+    return None
+
+
+def _describe(state: Mapping[str, Any], shard: Shard) -> GroupState:
+    dtypes = {
+        name: str(value.dtype).removeprefix("torch.")
+        for name, value in state.items()
+        if _is_elementwise(name, value, shard)
+    }
+    return GroupState(dtypes, {name: value for name, value in state.items() if name not in dtypes})
 
 
 def _stepped(storages: Iterable[BucketStorage]) -> Iterator[tuple[int, Shard, nn.Parameter]]:
@@ -54,13 +89,6 @@ def _stepped(storages: Iterable[BucketStorage]) -> Iterator[tuple[int, Shard, nn
         for shard in storage.shards:
             if storage.bucket.group is not None and shard.parameter is not None:
                 yield storage.bucket.group, shard, shard.parameter
-
-
-def check_state(optimizer: torch.optim.Optimizer, storages: Iterable[BucketStorage]) -> None:
-    """Raise `OptimizerStateError` for state that is neither element-wise nor a scalar: it cannot move."""
-    for _, shard, parameter in _stepped(storages):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            _is_elementwise(name, value, shard)
 
 
 def attach_state(

@@ -55,11 +55,24 @@ class BucketStorage:
     gradient: Tensor | None = None
 
     @classmethod
-    def allocate(cls, placement: Placement, index: int, rank: int, device: torch.device) -> BucketStorage:
-        """Zeros for what ``rank`` holds of bucket ``index`` under ``placement``."""
+    def allocate(
+        cls,
+        placement: Placement,
+        index: int,
+        rank: int,
+        device: torch.device,
+        flat: Tensor | None = None,
+    ) -> BucketStorage:
+        """What ``rank`` holds of bucket ``index`` under ``placement``, without values; the padding is zero.
+
+        flat: the flat parameters, where they are there already.
+        """
         bucket, parts = placement.buckets[index], placement.parts_of(index, rank)
         start, stop = parts[0].start, parts[-1].stop
-        num_elements = stop - start if len(parts) > 1 else len(parts[0].ranks) * parts[0].shard_size
+        if flat is None:
+            num_elements = placement.flat_size(index, rank)
+            flat = torch.empty(num_elements, dtype=getattr(torch, bucket.dtype), device=device)
+            flat[stop - start :].zero_()
         return cls(
             bucket=bucket,
             rank=rank,
@@ -68,7 +81,7 @@ class BucketStorage:
             num_cuts=placement.num_cuts(index, rank),
             copies=placement.copies(index, rank),
             shards=tuple(Shard(part, *part.shard(rank)) for part in parts),
-            flat=torch.zeros(num_elements, dtype=getattr(torch, bucket.dtype), device=device),
+            flat=flat,
         )
 
     def part(self, flat: Tensor, part: Part) -> Tensor:
@@ -83,14 +96,18 @@ class BucketStorage:
         """The elements of a shard in a flat buffer."""
         return flat[shard.start - self.start : shard.stop - self.start]
 
-    def prepare_training(self) -> None:
+    def prepare_training(self, zeros: list[Tensor] | None = None) -> None:
         """Allocate the gradient and make the shards' parameters, unless the bucket is not optimized.
 
         Masters come from the shards' state; at the start they are made of the flat parameters.
+        zeros: buffers of zeros, one of which is taken for the gradient where it has the right size.
         """
         if self.bucket.group is None:
             return
-        self.gradient = torch.zeros_like(self.flat, dtype=gradient_dtype(self.flat.dtype))
+        wanted = gradient_dtype(self.flat.dtype), self.flat.numel()
+        zeros = [] if zeros is None else zeros
+        fitting = [i for i, buffer in enumerate(zeros) if (buffer.dtype, buffer.numel()) == wanted]
+        self.gradient = zeros.pop(fitting[0]) if fitting else torch.zeros_like(self.flat, dtype=wanted[0])
         for shard in self.shards:
             values = shard.state.pop(MASTER, None)
             if shard.num_elements > 0:
@@ -106,13 +123,14 @@ class BucketStorage:
                 if shard.parameter is not None:
                     self.own(self.flat, shard).copy_(shard.parameter.detach())
 
-    def stop_training(self) -> None:
-        """Free the gradient and the shards' handles; parameters, masters and state stay."""
-        self.gradient = None
+    def stop_training(self) -> Tensor | None:
+        """Give up the gradient, and free the shards' handles; parameters, masters and state stay."""
+        gradient, self.gradient = self.gradient, None
         for shard in self.shards:
             if shard.parameter is not None and master_dtype(self.bucket) is not None:
                 shard.state[MASTER] = shard.parameter.detach()
             shard.parameter = None
+        return gradient
 
     def interval(self, state: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the bucket, of one state tensor that this rank holds."""

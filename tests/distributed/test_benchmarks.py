@@ -17,6 +17,7 @@ import migration
 import pytest
 import ranks
 import redundancy
+import replan_vs_restart
 import tensor_parallel
 import torch
 
@@ -200,15 +201,16 @@ def test_a_group_that_is_not_found_or_not_split_breaks_all_bars() -> None:
     assert not any(held(tensor_parallel.evaluate(measured)).values())
 
 
-def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
+def moved(sent_bytes: int = 10**9, peak_bytes: int = 500, transport_s: float = 0.25) -> dict[str, Any]:
     """Measurements of `migration`: the larger plan holds 300 bytes, its largest bucket 100."""
     switch = {
-        "sent_bytes": 1000,
-        "lower_bound_bytes": 1000,
+        "sent_bytes": 10**9,
+        "lower_bound_bytes": 10**9,
         "num_new_groups": 3,
         "duration_s": 0.4,
         "migration_s": 0.3,
-        "transport_s": 0.1,
+        "transport_s": transport_s,
+        "parts_s": {"agreement": 0.1, "wire": 0.3},
     }
     return {
         "model_state_bytes": 10**8,
@@ -217,10 +219,9 @@ def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
         "switches": [switch, switch | {"sent_bytes": sent_bytes}],
         "peaks": [
             {
-                "held_before_bytes": 200,
-                "held_after_bytes": 300,
                 "largest_bucket_bytes": 100,
-                "peak_bytes": peak,
+                "state": {"held_bytes": [200, 300], "peak_bytes": peak},
+                "all": {"held_bytes": [300, 450], "peak_bytes": 600},
             }
             for peak in (300, peak_bytes)
         ],
@@ -229,12 +230,42 @@ def moved(sent_bytes: int = 1000, peak_bytes: int = 500) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({}, (True, True)), ({"sent_bytes": 1004}, (False, True)), ({"peak_bytes": 501}, (True, False))],
+    [
+        ({}, (True, True, True)),
+        ({"sent_bytes": 10**9 + 4}, (False, True, True)),
+        ({"peak_bytes": 501}, (True, False, True)),
+        ({"transport_s": 0.1}, (True, True, False)),
+    ],
 )
-def test_migration_bars(changes: dict[str, int], expected: tuple[bool, bool]) -> None:
+def test_migration_bars(changes: dict[str, Any], expected: tuple[bool, ...]) -> None:
     verdict = migration.evaluate(moved(**changes))
     assert tuple(bar.ok for bar in verdict.bars) == expected
-    assert verdict.figures["migration / bare transport"] == pytest.approx(3.0)
+    assert verdict.figures["mean of the ranks: wire, s"] == 0.3
+
+
+def replanned(switch_s: float = 0.5) -> dict[str, Any]:
+    """Measurements of `replan_vs_restart`: the restart takes 11 s up to its first step."""
+    switch = {
+        "duration_s": switch_s,
+        "parts_s": {"agreement": 0.1},
+        "lower_bound_bytes": 10**8,
+        "transport_s": 0.1,
+        "next_step_s": 1.0,
+    }
+    return {
+        "train": {"switches": [switch, switch | {"duration_s": 0.2}], "ended": 100.0, "saved": 101.0},
+        "restart": {"started": 103.0, "joined": 106.0, "built": 110.0, "loaded": 111.0, "stepped": 112.5},
+    }
+
+
+def test_restart_is_compared_with_the_first_switch() -> None:
+    verdict = replan_vs_restart.evaluate(replanned())
+    assert held(verdict) == {"restart / re-plan in place": True}
+    assert verdict.bars[0].value == pytest.approx(22.0)
+    parts = [s for name, s in verdict.figures.items() if name.startswith("restart: ") and s is not None]
+    assert parts == pytest.approx([1.0, 2.0, 3.0, 4.0, 1.0, 1.5])
+    assert verdict.figures["in place, later switches, s"] == pytest.approx(0.2)
+    assert not any(held(replan_vs_restart.evaluate(replanned(switch_s=0.6))).values())
 
 
 def test_bytes_of_a_complete_exchange() -> None:

@@ -77,7 +77,7 @@ def test_training_goes_on_exactly_after_every_kind_of_loss(tmp_path: Path) -> No
     told = [ParallelPlan.from_dict(entry["plan"]) for entry in log if entry["event"] == "plan"]
     assert told == [plans[attempt] for attempt in (1, 2, 3)]
     assert all(f"malleus-run: {entry['text'].splitlines()[0]}" in done.stderr for entry in log)
-    assert re.search(r"rank \d: PeerLostError: rank \d lost a peer while switching plans", done.stderr)
+    assert re.search(r"rank \d: StateLostError: rank \d: the switch before step 3 failed", done.stderr)
     assert re.search(r"rank \d: PeerLostError: .* Timed out waiting 12000ms", done.stderr)
     check_memory(tmp_path)
 

@@ -46,6 +46,11 @@ def test_switch_under_mpi_keeps_the_losses(tmp_path: Path) -> None:
     switches = [line for line in measured if line.get("kind") == "switched"]
     assert switches
     assert SLOW_FROM + 2 <= switches[0]["step"] <= SLOW_FROM + 10
+    details = switches[0]["details"]
+    assert {"announcement", "agreement", "groups", "layers", "preparation", "wire"} <= details[
+        "parts_s"
+    ].keys()
+    assert 0 < sum(details["parts_s"].values()) <= details["duration_s"]
     losses = [line["loss"] for line in measured if "loss" in line]
     fixed = [line["loss"] for line in run_training(tmp_path, detector=False) if "loss" in line]
     assert len(losses) == NUM_STEPS

@@ -17,11 +17,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 
 from malleus_ds.migration.execute import migrate
+from malleus_ds.migration.prepare import plan_migration
 from malleus_ds.placement import LayoutError, LogicalTensor, make_buckets, place
 from malleus_ds.placement.groups import GroupCache
 from malleus_ds.plan import ParallelPlan, Pipeline, Stage
 from malleus_ds.zero.binding import TensorSlot, tensor_slots
 from malleus_ds.zero.optimizer import MalleusZeroOptimizer
+from malleus_ds.zero.state import describe_state, merge_group_states, state_schema
 from tests.harness import RankPool
 from tests.strategies import legal_plans
 
@@ -196,7 +198,14 @@ class Job:
         GROUPS.get().ensure(placement.groups)
         slots: dict[str, TensorSlot] = tensor_slots(module_of(plan, self.rank, None))
         self.optimizer.check_slots(placement, slots)
-        report = migrate(self.optimizer, placement, slots)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        own = describe_state(self.optimizer.optimizer, self.optimizer.storages.values())
+        dist.all_gather_object(gathered, own)
+        states = merge_group_states(gathered)
+        assert self.optimizer.placement is not None
+        schema = state_schema(placement, states)
+        way = plan_migration(self.optimizer.placement, placement, schema, self.rank)
+        report = migrate(self.optimizer, way, slots, states)
         GROUPS.get().trim(placement.groups)
         self.plan, self.slots = plan, slots
         return report.sent_bytes, report.total_bytes

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from malleus_ds.migration.transfers import (
-    bucket_order,
-    num_bytes,
-    state_bytes,
-    transfers,
-)
+from malleus_ds.migration.errors import MigrationError
+from malleus_ds.migration.order import held_bytes, open_window, rounds
+from malleus_ds.migration.prepare import plan_migration
+from malleus_ds.migration.transfers import num_bytes, transfers, transfers_of
 from malleus_ds.placement import (
     Bucket,
     LayoutError,
@@ -28,6 +28,7 @@ from malleus_ds.placement import (
 from malleus_ds.plan import ParallelPlan, Pipeline, PlanError, Stage
 from tests.strategies import legal_plans
 
+Bytes = NDArray[np.int64]
 NUM_LAYERS = 10
 NUM_SLICES = 4
 UNCUT = [
@@ -166,37 +167,103 @@ def test_transfers_are_exactly_what_is_missing(case: Case) -> None:
             received.setdefault(key, []).append(move.destination)
     for key, ranks in after.items():
         assert sorted(received.get(key, [])) == sorted(ranks - before[key])
-    assert num_bytes(moves, case.schema) == 4 * sum(len(ranks) for ranks in received.values())
+    total_bytes = 4 * sum(len(ranks) for ranks in received.values())
+    assert num_bytes(moves, case.schema) == total_bytes
+    for rank in range(case.old.world_size):
+        own = tuple(move for move in moves if rank in (move.source, move.destination))
+        assert transfers_of(rank, old, new, case.schema, node_of) == (own, total_bytes)
 
 
 @settings(deadline=None, max_examples=150)
 @given(all_cases)
 def test_no_rank_exceeds_its_fuller_plan_by_two_buckets(case: Case) -> None:
-    old, new = case.placements
-    order = bucket_order(old, new, case.schema)
-    assert sorted(order) == list(range(len(case.buckets)))
-    largest = max(
-        value
-        for placement, rank in itertools.product((old, new), range(case.old.world_size))
-        for value in state_bytes(placement, case.schema, rank).values()
-    )
+    before, after = (held_bytes(placement, case.schema) for placement in case.placements)
+    found = rounds(before, after)
+    assert sorted(itertools.chain(*found)) == list(range(len(case.buckets)))
+    largest = np.maximum(before, after).max(axis=1)
+    for held in (before, after):
+        assert all((held[:, list(each)].sum(axis=1) <= largest).all() for each in found)
     for rank in range(case.old.world_size):
-        assert peak_excess_bytes(case, order, rank) <= 2 * largest
+        assert peak_excess_bytes(before[rank], after[rank], found) <= 2 * largest.max()
 
 
-def peak_excess_bytes(case: Case, order: tuple[int, ...], rank: int) -> int:
-    """The most that a rank holds while buckets move one by one, above the larger of its two plans.
+def peak_excess_bytes(before: Bytes, after: Bytes, found: tuple[tuple[int, ...], ...]) -> int:
+    """The most that a rank holds while rounds move one by one, above the larger of its two plans.
 
-    While a bucket moves, the rank has its old and its new part at once. That migration really
+    While a round moves, the rank has its old and its new part at once. That migration really
     keeps to this is measured on real ranks, in the migration benchmark and its test.
     """
-    before, after = (state_bytes(placement, case.schema, rank) for placement in case.placements)
-    held = peak = sum(before.values())
-    limit = max(held, sum(after.values()))
-    for index in order:
-        peak = max(peak, held + after.get(index, 0))
-        held += after.get(index, 0) - before.get(index, 0)
+    held = peak = int(before.sum())
+    limit = max(held, int(after.sum()))
+    for each in found:
+        peak = max(peak, held + int(after[list(each)].sum()))
+        held += int((after - before)[list(each)].sum())
     return peak - limit
+
+
+@settings(deadline=None, max_examples=60)
+@given(all_cases)
+def test_held_bytes_are_those_of_the_elements(case: Case) -> None:
+    expected = np.zeros((case.old.world_size, len(case.buckets)), dtype=np.int64)
+    for (bucket, _, _), ranks in elements(case.old, case.buckets).items():
+        for rank in ranks:
+            expected[rank, bucket] += 4
+    assert (held_bytes(case.placements[0], case.schema) == expected).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12),
+    st.integers(0, 20),
+    st.integers(0, 40),
+)
+def test_a_window_opens_as_far_as_the_memory_allows(
+    changes: list[tuple[int, int]], held: int, limit: int
+) -> None:
+    """Replayed step by step: what starts fits, or is alone, and nothing waits that need not."""
+    allocated, freed = [taken for taken, _ in changes], [given for _, given in changes]
+    window = open_window(held, limit, allocated, freed)
+    finished, peak = 0, held
+    for index, must_finish in enumerate(window.num_finished):
+        for over in range(finished, must_finish):
+            assert held + allocated[index] > limit, "a round waits without need"
+            held -= freed[over]
+        finished = must_finish
+        held += allocated[index]
+        assert held <= limit or finished == index
+        peak = max(peak, held)
+    assert window.peak_bytes == peak
+
+
+@settings(deadline=None, max_examples=60)
+@given(all_cases)
+def test_all_ranks_meet_in_the_same_rounds(case: Case) -> None:
+    """What one rank sends in a round, the other receives in it, in the same order."""
+    old, new = case.placements
+    plans = [plan_migration(old, new, case.schema, rank) for rank in range(case.old.world_size)]
+    by_pair: dict[tuple[int, int], list[object]] = {}
+    for rank, plan in enumerate(plans):
+        for each in plan.rounds:
+            for move in each.moves:
+                pair = move.source, move.destination
+                by_pair.setdefault((*pair, rank), []).append((each.buckets, move))
+    for (source, destination, rank), moves in by_pair.items():
+        peer = destination if rank == source else source
+        assert by_pair[source, destination, peer] == moves
+    assert len({plan.total_bytes for plan in plans}) == 1
+
+
+def test_state_that_nobody_has_is_named() -> None:
+    plan = ParallelPlan.homogeneous(NUM_LAYERS, 4, 2)
+    buckets = make_buckets(UNCUT, 100)
+    old, new = place(plan, buckets), place(plan, buckets)
+    lost = tuple(
+        (Part(part.start, part.stop, ()),) if i == 3 else (part,) for i, (part,) in enumerate(old.parts)
+    )
+    schema = [StateTensors(("parameter",), (4,))] * len(buckets)
+    tensor = buckets[3].pieces[0].tensor
+    with pytest.raises(MigrationError, match=f"no rank has elements .0, .* of the parameter of '{tensor}'"):
+        transfers(Placement(plan, buckets, tuple(lost)), new, schema)
 
 
 def test_tp_slices_have_their_own_holders() -> None:
