@@ -52,7 +52,8 @@ class Attempt:
         deadline_s: float | None = None
         while self._awaited() and (deadline_s is None or time.monotonic() < deadline_s):
             if deadline_s is None and self._has_loss():
-                deadline_s = time.monotonic() + self._grace_s
+                is_over = all(launcher.poll() is not None for launcher in self._launchers)
+                deadline_s = time.monotonic() + (min(_STOP_S, self._grace_s) if is_over else self._grace_s)
             time.sleep(_POLL_S)
         self.stop()
         return self._notes

@@ -46,6 +46,8 @@ def judge(notes: Mapping[int, ExitNote | None], has_progress: bool) -> Judgement
     known = [note for note in notes.values() if note is not None]
     if len(known) == len(notes) and all(note.code == 0 and not note.was_stopped for note in known):
         return Judgement(Ending.DONE)
+    if not known and not has_progress:
+        return Judgement(Ending.BROKEN, reason="no rank gave a sign; see above what the launcher said")
     broken = [Lost(rank, how) for rank, note in notes.items() if (how := _hard_loss(note)) is not None]
     mistakes = [note for note in known if note.code == USER_MISTAKE and not note.was_stopped]
     if mistakes and not broken:

@@ -74,7 +74,8 @@ def note(rank: int, code: int, lost_peer: bool = False, was_stopped: bool = Fals
         # Beside a killed rank, what others say does not count.
         ([note(0, 2), note(1, -9)], Ending.LOSS, {1: "SIGKILL"}),
         ([note(0, 1), note(1, 1)], Ending.BROKEN, {0: "line 0", 1: "line 1"}),
-        ([None, None], Ending.BROKEN, {0: "gone", 1: "gone"}),
+        ([None, note(1, 1)], Ending.BROKEN, {0: "gone", 1: "line 1"}),
+        ([None, None], Ending.BROKEN, {}),
     ],
 )
 def test_judge(notes: list[ExitNote | None], ending: Ending, lost: dict[int, str]) -> None:
