@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--switches", type=int, default=10, help="timed switches (default: %(default)s)")
     parser.add_argument("--hidden-size", type=int, default=400, help="of the GPT (default: %(default)s)")
     parser.add_argument(
-        "--bucket-kib", type=int, default=4096, help="the config's bucket_bytes (default: %(default)s)"
+        "--bucket-kib", type=int, default=32768, help="the config's bucket_bytes (default: %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="a first look: two switches, a small model")
     return parser
