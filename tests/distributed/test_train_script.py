@@ -22,7 +22,6 @@ NUM_RANKS = 4
 NUM_STEPS = 5
 SCRIPT = REPOSITORY / "launcher" / "train.py"
 SMALL_MODEL = ("--num_blocks", "4", "--hidden_size", "16", "--sequence_length", "16")
-LAUNCHERS = ("mpirun", "deepspeed")
 KILLED_RANK = 2
 END_LIMIT_S = 60.0
 SURVIVOR = r"rank [013]: (PeerLostError|ControlPlaneError): rank [013] "
@@ -71,9 +70,8 @@ def test_same_losses_under_both_launchers_with_a_plan_and_alone(tmp_path: Path) 
     alone = [sys.executable, str(SCRIPT), *SMALL_MODEL, "--num_stages", "1"]
     expected = run_steps(alone, tmp_path / "alone.jsonl")
     assert expected[-1] < expected[0]
-    for launcher in LAUNCHERS:
-        path = tmp_path / f"{launcher}.jsonl"
-        assert run_steps(train_command(launcher), path) == pytest.approx(expected, rel=1e-5), launcher
+    equal_plan = run_steps(train_command("deepspeed"), tmp_path / "deepspeed.jsonl")
+    assert equal_plan == pytest.approx(expected, rel=1e-5)
     plan = ParallelPlan(
         (
             Pipeline((Stage((3,), (0, 1)), Stage((0,), (1, 3)), Stage((1,), (3, 6))), num_micro_batches=5),
