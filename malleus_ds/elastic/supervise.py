@@ -40,6 +40,7 @@ _END_S = 3.0
 _LAST_RANK_S = 86400.0
 """How long a rank may go on when another one is done."""
 _TAIL_LINES = 200
+_CHUNK_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: +|rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
 _IGNORED = "Exception ignored in"
 """Begins what Python tells of an error that ends nothing, in a finalizer."""
@@ -127,7 +128,8 @@ def _await_verdict(folder: Path, asked: _Asked, limit_s: float) -> Verdict | Non
         if verdict is not None:
             return verdict
         time.sleep(_POLL_S)
-    return None
+    # A supervisor that knew it first has ended, for which DeepSpeed's launcher asks the others to end.
+    return Verdict.load(folder)
 
 
 class _Tail:
@@ -146,11 +148,20 @@ class _Tail:
         return [line.decode(errors="replace").strip() for line in list(self._lines)]
 
     def _run(self) -> None:
-        for line in self._stream:
-            self._lines.append(line)
-            with contextlib.suppress(OSError):  # Nobody reads it; but a full pipe would stop the rank.
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
+        """Line by line; those of progress bars end with a carriage return."""
+        rest = b""
+        while chunk := os.read(self._stream.fileno(), _CHUNK_BYTES):
+            lines = (rest + chunk).splitlines(keepends=True)
+            is_whole = lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _CHUNK_BYTES
+            rest = b"" if is_whole else lines.pop()
+            self._pass_on(lines)
+        self._pass_on([rest])
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        self._lines.extend(lines)
+        with contextlib.suppress(OSError):  # Nobody reads it; but a full pipe would stop the rank.
+            sys.stderr.buffer.write(b"".join(lines))
+            sys.stderr.buffer.flush()
 
 
 def _note(rank: int, code: int, was_stopped: bool, lines: Sequence[str]) -> ExitNote:

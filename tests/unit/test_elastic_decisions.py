@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import errno
 import json
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from malleus_ds.elastic.devices import Device, first_devices, next_devices, pars
 from malleus_ds.elastic.judge import Ending, judge
 from malleus_ds.elastic.launchers import launches
 from malleus_ds.elastic.restart_plan import RestartPlan, changed_world, renumbered
-from malleus_ds.elastic.run_files import ExitNote, read_json
+from malleus_ds.elastic.run_files import ExitNote, Verdict, read_json
 from malleus_ds.elastic.run_log import RunLog
 from malleus_ds.environment import PLAN_VARIABLE
 from malleus_ds.errors import tells_of_lost_peer
@@ -102,6 +104,29 @@ def test_an_error_that_python_ignored_is_not_the_reason() -> None:
     ended = supervise._note(0, 1, False, [*told, "KeyError: 3"])
     assert (ended.lost_peer, ended.reason) == (True, told[0])
     assert supervise._note(0, 1, False, [*told, "KeyError: 3", "OSError: 4"]).reason == "OSError: 4"
+
+
+def test_a_verdict_counts_when_the_launcher_ends_the_supervisor_for_it(tmp_path: Path) -> None:
+    asked = supervise._Asked(to_end=True)
+    assert supervise._await_verdict(tmp_path, asked, 10.0) is None
+    Verdict(("a",)).save(tmp_path)
+    assert supervise._await_verdict(tmp_path, asked, 10.0) == Verdict(("a",))
+
+
+def test_a_progress_bar_is_passed_on_before_its_line_ends(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb") as stream:
+        tail = supervise._Tail(stream)
+        os.write(writing, b"one\ntwo\r 50 %\r")
+        told = b""
+        deadline_s = time.monotonic() + 10
+        while b"50" not in told and time.monotonic() < deadline_s:
+            told += capfdbinary.readouterr().err
+        os.write(writing, b"100 %\nKeyErr")
+        os.write(writing, b"or: 3")
+        os.close(writing)
+        assert tail.lines() == ["one", "two", "50 %", "100 %", "KeyError: 3"]
+    assert told == b"one\ntwo\r 50 %\r"
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
