@@ -44,6 +44,8 @@ _CHUNK_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: +|rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
 _IGNORED = "Exception ignored in"
 """Begins what Python tells of an error that ends nothing, in a finalizer."""
+_IN_CPP = "Exception raised from"
+"""Begins a line of torch's, also in warnings of its threads, which come after the error itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -168,7 +170,8 @@ def _note(rank: int, code: int, was_stopped: bool, lines: Sequence[str]) -> Exit
     """code: negative for a signal."""
     said = [line for line in lines if line]
     errors = _error_lines(said)
-    reason = (errors or said or [""])[-1]
+    own = [line for line in errors if not line.startswith(_IN_CPP)]
+    reason = (own or errors or said or [""])[-1]
     # A rank that leaves while its communication threads wait for a lost peer may abort, or take its time.
     may_be_victim = was_stopped or code > 0 or code == -signal.SIGABRT
     return ExitNote(rank, code, was_stopped, may_be_victim and tells_of_lost_peer(reason), reason)

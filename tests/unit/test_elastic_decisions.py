@@ -106,6 +106,18 @@ def test_an_error_that_python_ignored_is_not_the_reason() -> None:
     assert supervise._note(0, 1, False, [*told, "KeyError: 3", "OSError: 4"]).reason == "OSError: 4"
 
 
+def test_warnings_of_threads_are_not_the_reason() -> None:
+    """As NCCL's heartbeat tells of a lost store; alone, it aborts the rank."""
+    told = [
+        "[rank1]:[W1130 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)",
+        "Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:675 (most recent)",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80",
+    ]
+    assert supervise._note(1, 1, False, ["rank 1: PeerLostError: gone", *told]).lost_peer
+    assert not supervise._note(1, 1, False, ["KeyError: 3", *told]).lost_peer
+    assert supervise._note(1, -6, False, told).lost_peer
+
+
 def test_a_verdict_counts_when_the_launcher_ends_the_supervisor_for_it(tmp_path: Path) -> None:
     asked = supervise._Asked(to_end=True)
     assert supervise._await_verdict(tmp_path, asked, 10.0) is None
@@ -169,6 +181,7 @@ def test_all_ranks_lost_after_a_step_start_again() -> None:
         ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error", True),
         ("[rank1]: RuntimeError: Application timeout caused pair closure", True),
         ("torch.distributed.DistBackendError: NCCL error in: ...", True),
+        ("[rank1]: ncclRemoteError: A call failed possibly due to a network error", True),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
         ("KeyError: 'PeerLost'", False),
     ],
