@@ -21,6 +21,7 @@ TRANSPORT_ERROR = re.compile(
 
 _PEER_ERROR = re.compile(
     r"\b(PeerLostError|RankFailedError|StateLostError|ControlPlaneError|Dist(Backend|Network|Store)?Error)\b"
+    r"|\bnccl\w+Error\b|^Exception raised from \w+ at \S*/c10d/"
 )
 
 

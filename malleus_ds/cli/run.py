@@ -61,12 +61,15 @@ exit codes:
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_count())"
 _COUNT_LIMIT_S = 120.0
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a job to its end; returns the exit code."""
     args = _parser().parse_args(arguments)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # A closed terminal ends the job as Ctrl-C does, but not under nohup.
+    ending = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in ending}
     try:
         options = _options(args)
         log = RunLog(options.run_dir / LOG)
@@ -88,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return 0
 
 
@@ -174,9 +178,11 @@ def _options(args: argparse.Namespace) -> RunOptions:
     for given, name in ((spare_hosts, "--spare_hosts"), (args.local_hosts, "--local_hosts")):
         if given and hostfile is None:
             raise UsageError(f"{name}: give the hosts with --hostfile FILE")
-    this_machine = (
-        () if hostfile is not None else (Host("localhost", args.num_accelerators or _count_devices()),)
-    )
+    this_machine: tuple[Host, ...] = ()
+    visible_devices: tuple[str, ...] = ()
+    if hostfile is None:
+        this_machine = (Host("localhost", args.num_accelerators or _count_devices()),)
+        visible_devices = _visible_devices(this_machine[0].num_slots)
 
     def read_hosts() -> tuple[Host, ...]:
         return this_machine if hostfile is None else parse_hosts(read_text(hostfile), spare_hosts)
@@ -193,8 +199,16 @@ def _options(args: argparse.Namespace) -> RunOptions:
         backoff_s=args.backoff_s,
         grace_s=args.grace_s,
         planning_s=args.planning_s,
-        runner_args=tuple(shlex.split(args.runner_args)),
+        runner_args=_runner_args(args.runner_args),
+        visible_devices=visible_devices,
     )
+
+
+def _runner_args(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--runner_args {text!r}: {error}; write it as in a shell") from error
 
 
 def _script(args: argparse.Namespace) -> tuple[str, ...]:
@@ -222,6 +236,20 @@ def _run_dir(given: str | None) -> Path:
     if path.exists() and not path.is_dir():
         raise UsageError(f"--run_dir {given}: not a directory; give a new one")
     return path
+
+
+def _visible_devices(num_slots: int) -> tuple[str, ...]:
+    """Which devices of this machine the job may use, by slot; empty for the first ones."""
+    given = os.environ.get(_VISIBLE_DEVICES, "")
+    ids = tuple(word.strip() for word in given.split(",") if word.strip())
+    if not ids or ids == ("-1",) or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return ()
+    if len(ids) < num_slots:
+        raise UsageError(
+            f"--num_accelerators {num_slots}: {_VISIBLE_DEVICES} is {given}; give at most {len(ids)}, or "
+            f"unset it"
+        )
+    return ids
 
 
 def _count_devices() -> int:

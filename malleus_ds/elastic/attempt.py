@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from malleus_ds.elastic.launchers import Launch
+from malleus_ds.elastic.parents import end_with_parent
 from malleus_ds.elastic.run_files import STOP, ExitNote, Progress, Verdict
 
 _POLL_S = 0.2
@@ -41,7 +42,10 @@ class Attempt:
         self._notes: dict[int, ExitNote | None] = dict.fromkeys(range(num_ranks))
         self.progress: Progress | None = None
         # Sessions of their own: Ctrl-C must not reach the ranks before a verdict does.
-        self._launchers = [subprocess.Popen(each.command, start_new_session=True) for each in launches]
+        self._launchers = [
+            subprocess.Popen(each.command, start_new_session=True, preexec_fn=end_with_parent(signal.SIGTERM))
+            for each in launches
+        ]
         self._launches = launches
 
     def watch(self) -> dict[int, ExitNote | None]:

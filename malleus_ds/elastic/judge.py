@@ -40,8 +40,9 @@ class Judgement:
 def judge(notes: Mapping[int, ExitNote | None], has_progress: bool) -> Judgement:
     """notes: by rank, None for a rank that said nothing; has_progress: whether the job trained a step.
 
-    A rank is lost when a signal ended it, when it still ran long after a peer was lost, when it says
-    nothing (its host is gone), and when it failed by itself, with an error that does not speak of a peer.
+    A rank is lost when a signal ended it, when it says nothing (its host is gone), and when it failed by
+    itself, with an error that does not speak of a peer. Where there is no such rank, those hang that still
+    ran long after the first one ended; else they may have waited for it, as in NCCL, which notices late.
     """
     known = [note for note in notes.values() if note is not None]
     if len(known) == len(notes) and all(note.code == 0 and not note.was_stopped for note in known):
@@ -57,7 +58,12 @@ def judge(notes: Mapping[int, ExitNote | None], has_progress: bool) -> Judgement
         for note in known
         if note.code > 0 and note.code != USER_MISTAKE and not note.lost_peer and not note.was_stopped
     ]
-    lost = tuple(sorted(broken + failed, key=lambda each: each.rank))
+    hanging = [
+        Lost(note.rank, "did not end after a peer was lost: it hangs")
+        for note in known
+        if note.was_stopped and not note.lost_peer
+    ]
+    lost = tuple(sorted(broken + failed or hanging, key=lambda each: each.rank))
     reason = next((note.reason for note in known if note.reason), "")
     if len(lost) < len(notes):
         return Judgement(Ending.LOSS, lost, reason)
@@ -70,8 +76,6 @@ def _hard_loss(note: ExitNote | None) -> str | None:
     """How the rank was lost, when its process or host did not end by itself."""
     if note is None:
         return "gave no sign: its host is gone"
-    if note.was_stopped and not note.lost_peer:
-        return "did not end after a peer was lost: it hangs"
     if note.code < 0 and not note.was_stopped and not note.lost_peer:
         return f"was ended by {signal_name(-note.code)}"
     return None

@@ -38,7 +38,7 @@ class RunOptions:
     script: a path, or ``-m`` and a module; read_hosts: the hosts, as they are now; all_local: every host is
     this machine; backoff_s: before a restart, doubled for each further one without progress; grace_s: for the
     other ranks to end by themselves once one is lost; planning_s: time limit of the planner; runner_args: of
-    DeepSpeed's runner.
+    DeepSpeed's runner; visible_devices: ids of this machine's devices by slot, empty where slots are the ids.
     """
 
     script: tuple[str, ...]
@@ -53,6 +53,7 @@ class RunOptions:
     grace_s: float
     planning_s: float
     runner_args: tuple[str, ...]
+    visible_devices: tuple[str, ...] = ()
 
 
 class RunEndedError(RuntimeError):
@@ -97,18 +98,28 @@ class Run:
             )
         start: _Start | None = _Start(devices, tuple(by_host(devices)))
         attempt = 0
-        while start is not None:
-            start = self._attempt(attempt, start)
-            attempt += 1
+        try:
+            while start is not None:
+                start = self._attempt(attempt, start)
+                attempt += 1
+        finally:
+            for path in _SHARED_MEMORY.glob(f"{self._memory.name}-*"):  # what no attempt came to remove
+                shutil.rmtree(path, ignore_errors=True)
         self._log.tell("done", "the job is done")
 
     def _attempt(self, number: int, start: _Start) -> _Start | None:
-        """Returns what to start next, after the back-off; None when the job is done."""
+        """Returns what to start next, after the back-off; None when the job is done.
+
+        Supervisors wait for the back-off, too: when it is interrupted, they tidy up on all hosts.
+        """
         slots = by_host(start.devices)
         folder = self._order(number, start).save(self._options.run_dir)
         if start.plan is not None:
             start.plan.save(folder / PLAN)
-        commands = launches(slots, folder, free_port(), self._options.all_local, self._options.runner_args)
+        options = self._options
+        commands = launches(
+            slots, folder, free_port(), options.all_local, options.runner_args, options.visible_devices
+        )
         on_hosts = ", ".join(f"{host}:{','.join(map(str, used))}" for host, used in slots.items())
         self._log.tell(
             "start",
@@ -131,13 +142,13 @@ class Run:
                 if judgement.ending is not Ending.DONE:
                     following = self._following(number, start, judgement, running.progress)
                 stays = () if following is None else tuple(by_host(following.devices))
+                if following is not None:
+                    time.sleep(self._backoff_s)
                 running.leave(Verdict(stays))
         finally:
             for host in slots:  # of this machine; supervisors do so on other ones
                 if following is None or host not in by_host(following.devices):
                     shutil.rmtree(self._memory_dir(host), ignore_errors=True)
-        if following is not None:
-            time.sleep(self._backoff_s)
         return following
 
     def _order(self, number: int, start: _Start) -> Order:
@@ -150,7 +161,10 @@ class Run:
             memory_dirs={host: str(self._memory_dir(host)) for host in by_host(start.devices)},
             fresh_hosts=start.fresh_hosts,
             has_plan=start.plan is not None,
-            verdict_s=_VERDICT_S + self._options.grace_s + 2 * self._options.planning_s,
+            verdict_s=_VERDICT_S
+            + self._options.grace_s
+            + 2 * self._options.planning_s
+            + max(self._options.backoff_s, _LONGEST_BACKOFF_S),
         )
 
     def _memory_dir(self, host: str) -> Path:

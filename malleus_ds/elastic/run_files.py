@@ -13,6 +13,7 @@ Each file appears at once, whole.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ PROGRESS = "progress.json"
 STOP = "stop"
 _ORDER = "order.json"
 _VERDICT = "verdict.json"
+_READ_TRIES = 5
 
 
 def attempt_path(run_dir: Path, attempt: int) -> Path:
@@ -43,10 +45,16 @@ def write_json(path: Path, data: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """None when there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+    for _ in range(_READ_TRIES):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            stale = error  # on NFS, when it was replaced between opening and reading
+    raise stale
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -16,8 +17,13 @@ class RunLog:
         self._path = path
 
     def tell(self, event: str, text: str, **details: Any) -> None:
-        sys.stderr.write("".join(f"malleus-run: {line}\n" for line in text.splitlines()))
-        sys.stderr.flush()
+        """What cannot be written, for a full disk or a closed pipe, is left out: the job goes on."""
         entry = {"time": time.time(), "event": event, "text": text, **details}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            text = f"{text}\nnot in the log: {error}"
+        with contextlib.suppress(OSError):
+            sys.stderr.write("".join(f"malleus-run: {line}\n" for line in text.splitlines()))
+            sys.stderr.flush()

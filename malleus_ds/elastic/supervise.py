@@ -7,7 +7,7 @@ supervisor stays until `malleus-run` has a verdict, and the others may end in or
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import re
 import shutil
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from malleus_ds.elastic.parents import end_with_parent
 from malleus_ds.elastic.run_files import PLAN, STOP, ExitNote, Order, Verdict
 from malleus_ds.environment import (
     ATTEMPT_VARIABLE,
@@ -39,8 +40,12 @@ _END_S = 3.0
 _LAST_RANK_S = 86400.0
 """How long a rank may go on when another one is done."""
 _TAIL_LINES = 200
+_CHUNK_BYTES = 1 << 16
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: +|rank \d+: )?[\w.]*(Error|Exception|Interrupt|Exit)\b")
-_SET_PDEATHSIG = 1  # of prctl(2)
+_IGNORED = "Exception ignored in"
+"""Begins what Python tells of an error that ends nothing, in a finalizer."""
+_IN_CPP = "Exception raised from"
+"""Begins a line of torch's, also in warnings of its threads, which come after the error itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +85,8 @@ class _Asked:
 
 
 def _start(order: Order, folder: Path, rank: int, memory_dir: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
+    inherited = {name: value for name, value in os.environ.items() if name != PLAN_VARIABLE}
+    environment = inherited | {
         RUN_DIR_VARIABLE: str(folder.parent),
         ATTEMPT_VARIABLE: str(order.attempt),
         "LOCAL_RANK": str(order.local_rank(rank)),
@@ -94,14 +100,8 @@ def _start(order: Order, folder: Path, rank: int, memory_dir: Path) -> subproces
         [sys.executable, "-u", *order.script, *local_rank, *order.arguments],
         env=environment,
         stderr=subprocess.PIPE,
-        preexec_fn=_end_with_parent(),
+        preexec_fn=end_with_parent(signal.SIGKILL),
     )
-
-
-def _end_with_parent() -> Callable[[], None]:
-    """For the child: a supervisor that is killed takes its rank with it."""
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _wait(child: subprocess.Popen[bytes], must_end: Callable[[], bool]) -> bool:
@@ -130,7 +130,8 @@ def _await_verdict(folder: Path, asked: _Asked, limit_s: float) -> Verdict | Non
         if verdict is not None:
             return verdict
         time.sleep(_POLL_S)
-    return None
+    # A supervisor that knew it first has ended, for which DeepSpeed's launcher asks the others to end.
+    return Verdict.load(folder)
 
 
 class _Tail:
@@ -149,20 +150,45 @@ class _Tail:
         return [line.decode(errors="replace").strip() for line in list(self._lines)]
 
     def _run(self) -> None:
-        for line in self._stream:
-            self._lines.append(line)
-            sys.stderr.buffer.write(line)
+        """Line by line; those of progress bars end with a carriage return."""
+        rest = b""
+        while chunk := os.read(self._stream.fileno(), _CHUNK_BYTES):
+            lines = (rest + chunk).splitlines(keepends=True)
+            is_whole = lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _CHUNK_BYTES
+            rest = b"" if is_whole else lines.pop()
+            self._pass_on(lines)
+        self._pass_on([rest])
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        self._lines.extend(lines)
+        with contextlib.suppress(OSError):  # Nobody reads it; but a full pipe would stop the rank.
+            sys.stderr.buffer.write(b"".join(lines))
             sys.stderr.buffer.flush()
 
 
 def _note(rank: int, code: int, was_stopped: bool, lines: Sequence[str]) -> ExitNote:
     """code: negative for a signal."""
     said = [line for line in lines if line]
-    errors = [line for line in said if _ERROR_LINE.match(line)]
-    reason = (errors or said or [""])[-1]
+    errors = _error_lines(said)
+    own = [line for line in errors if not line.startswith(_IN_CPP)]
+    reason = (own or errors or said or [""])[-1]
     # A rank that leaves while its communication threads wait for a lost peer may abort, or take its time.
     may_be_victim = was_stopped or code > 0 or code == -signal.SIGABRT
     return ExitNote(rank, code, was_stopped, may_be_victim and tells_of_lost_peer(reason), reason)
+
+
+def _error_lines(lines: Sequence[str]) -> list[str]:
+    """Without those of errors that Python ignored, of which the last line follows the one that says so."""
+    found: list[str] = []
+    is_ignored = False
+    for line in lines:
+        if line.startswith(_IGNORED):
+            is_ignored = True
+        elif _ERROR_LINE.match(line):
+            if not is_ignored:
+                found.append(line)
+            is_ignored = False
+    return found
 
 
 if __name__ == "__main__":

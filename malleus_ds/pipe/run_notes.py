@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,8 +32,10 @@ class RunNotes:
         self._folder = attempt_path(run_dir, attempt)
         self._first_step: int | None = None
         self._next_s = 0.0
-        self._request = self._with_known_profile(request)
-        self._write_request()
+        self._request = request
+        with self._warned():
+            self._request = self._with_known_profile(request)
+            self._write_request()
 
     @classmethod
     def of_environment(
@@ -74,9 +77,15 @@ class RunNotes:
         if not is_first and time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _INTERVAL_S
-        try:
+        with self._warned():
             self._write(Progress(self._first_step, step), plan, rates, profile)
-        except OSError as error:  # Training does not need it.
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Training does not need the files."""
+        try:
+            yield
+        except OSError as error:
             logger.warning(f"{self._run_dir}: cannot be written, so that a restart may know less: {error}")
 
     def _write(

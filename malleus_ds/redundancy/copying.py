@@ -41,16 +41,16 @@ class Copying:
 
     def __init__(
         self,
-        share: Share | None,
-        copies: Mapping[int, Part],
+        parts: Callable[[], tuple[Share | None, Mapping[int, Part]]],
         group: dist.ProcessGroup,
         timeout: timedelta,
         device: torch.device,
     ) -> None:
-        """share: None where the rank holds nothing; copies: by the rank whose share comes; group: of all
-        ranks, over gloo, and used by these threads alone."""
-        self._share = share
-        self._copies = copies
+        """parts: called in the thread, once all ranks have met: this rank's share, None where it holds
+        nothing, and the copies that it keeps, by the rank whose share comes; group: of all ranks, over gloo,
+        and used by these threads alone."""
+        self._parts = parts
+        self._copies: Mapping[int, Part] = {}
         self._group = group
         self._timeout = timeout
         self._device = device
@@ -80,9 +80,13 @@ class Copying:
         self.duration_s = time.perf_counter() - began
 
     def _copy(self) -> None:
+        if self._ready is not None:
+            # A device's collectives do not hold up the host: only now has the step's reduction ended, so that
+            # the generation before is whole on all ranks, and the one before that may go.
+            self._ready.synchronize()
+        share, self._copies = self._parts()
         sends: list[tuple[dist.Work, Tensor]] = []
-        if self._share is not None:
-            share = self._share
+        if share is not None:
             data = share.part.begin(share.num_bytes)
             self._read(share.contents, data)
             header = share.header()

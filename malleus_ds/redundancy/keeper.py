@@ -125,32 +125,36 @@ class Keeper:
         """
         arrangement = self.arrangement
         assert arrangement is not None, "arrange() comes first"
-        if self._num_started == 1:  # this run's first generation is complete everywhere
-            self._remove_runs(but=(arrangement.run,))
-        slot = self._renew(self._num_started % NUM_GENERATIONS, arrangement)
-        self._num_started += 1
-        share = None
-        if slot.own is not None:
-            sections, ordered, num_bytes = lay_out(contents)
+        number, self._num_started = self._num_started, self._num_started + 1
+        sections, ordered, num_bytes = lay_out(contents)
 
-            def header() -> bytes:
-                return PartHeader(
-                    run=arrangement.run,
-                    step=step,
-                    rank=self._rank,
-                    hosts=arrangement.hosts,
-                    num_bytes=num_bytes,
-                    model=model,
-                    sections=sections,
-                    manifest=manifest(),
-                ).to_json()
+        def header() -> bytes:
+            return PartHeader(
+                run=arrangement.run,
+                step=step,
+                rank=self._rank,
+                hosts=arrangement.hosts,
+                num_bytes=num_bytes,
+                model=model,
+                sections=sections,
+                manifest=manifest(),
+            ).to_json()
 
-            share = Share(ordered, num_bytes, header, slot.own, arrangement.partners[self._rank])
-        self._copying = Copying(share, slot.copies, self.group, self._timeout, self._device)
+        def renewed() -> tuple[Share | None, dict[int, Part]]:
+            if number == 1:  # this run's first generation is complete everywhere
+                self._remove_runs(but=(arrangement.run,))
+            slot = self._renew(number % NUM_GENERATIONS, arrangement)
+            if slot.own is None:
+                return None, slot.copies
+            partner = arrangement.partners[self._rank]
+            return Share(ordered, num_bytes, header, slot.own, partner), slot.copies
+
+        self._copying = Copying(renewed, self.group, self._timeout, self._device)
+        has_own = arrangement.num_bytes[self._rank] > 0
         self.cost = replace(
             self.cost,
             num_generations=self.cost.num_generations + 1,
-            own_bytes=0 if share is None else share.num_bytes,
+            own_bytes=num_bytes if has_own else 0,
         )
 
     def wait(self, patience_s: float | None = None) -> None:
@@ -220,8 +224,7 @@ class Keeper:
         """Ranks of one host do it together: what is gone already is as good."""
         for path in self.directory.glob(f"{RUN_PREFIX}*"):
             if path.name not in but:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def check_room(directory: Path, host: str, arrangement: Arrangement, neighbours: Sequence[int]) -> None:

@@ -138,7 +138,10 @@ def test_several_hosts_over_pdsh(tmp_path: Path) -> None:
     ]
 
 
-def test_sigterm_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"]
+)
+def test_its_end_ends_all_ranks_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
     body = """
 pathlib.Path(os.environ["MALLEUS_MEMORY_DIR"], "state").touch()
 (folder / f"here_{rank}").write_text(f"{os.getpid()} {os.getppid()} " + os.environ["MALLEUS_MEMORY_DIR"])
@@ -150,14 +153,40 @@ time.sleep(100)
     job = subprocess.Popen([*RUN, *where, write_script(tmp_path, body)], env=environment)
     try:
         notes = wait_for(tmp_path / "here_0").split() + wait_for(tmp_path / "here_1").split()
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(40) == 130
+        job.send_signal(number)
+        assert job.wait(40) == code
     finally:
         job.kill()
     pids = [int(word) for word in notes if word.isdigit()]
     assert len(pids) == 4
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    deadline_s = time.monotonic() + (0 if code == 130 else 30)
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
     assert not any(Path(word).exists() for word in notes if not word.isdigit())
+
+
+def test_a_closed_terminal_during_the_backoff_leaves_nothing(tmp_path: Path) -> None:
+    body = """
+(folder / f"here_{rank}").write_text(os.environ["MALLEUS_MEMORY_DIR"])
+while len(list(folder.glob("here_*"))) < 2:
+    time.sleep(0.05)
+"""
+    where = ["--num_accelerators", "2", "--run_dir", str(tmp_path / "run"), "--backoff_s", "100"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    job = subprocess.Popen([*RUN, *where, write_script(tmp_path, body + ONE_IS_LOST)], env=environment)
+    try:
+        memory = Path(wait_for(tmp_path / "here_0"))
+        deadline_s = time.monotonic() + 40
+        while not any(entry["event"] == "plan" for entry in events(tmp_path)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert memory.exists()
+        job.send_signal(signal.SIGHUP)
+        assert job.wait(30) == 130
+    finally:
+        job.kill()
+    assert not memory.exists()
 
 
 def wait_for(path: Path) -> str:
@@ -183,14 +212,22 @@ def wait_for(path: Path) -> str:
         (["--hostfile", "{}/none", "{}/ok.py"], "/none: no such file; give the path of an existing one"),
         (["--hostfile", "{}/bad", "{}/ok.py"], "hostfile line 2: 'b slot=2': write '<host> slots="),
         (["--hostfile", "{}/good", "--spare_hosts", "c", "{}/ok.py"], "--spare_hosts c: not in the hostfile"),
+        (["--num_accelerators", "3", "{}/ok.py"], "CUDA_VISIBLE_DEVICES is 4,5; give at most 2, or unset"),
+        (["--num_accelerators", "2", "--runner_args", "'", "{}/ok.py"], "No closing quotation; write it as"),
         (["--num_accelerators", "1", "--spare_hosts", "c", "{}/ok.py"], "--spare_hosts: give the hosts with"),
         (["--num_accelerators", "1", "--local_hosts", "{}/ok.py"], "--local_hosts: give the hosts with"),
         (["--num_accelerators", "1", "--run_dir", "{}/old", "{}/ok.py"], "has the files of another run;"),
     ],
 )
 def test_mistakes_start_nothing(
-    arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     (tmp_path / "ok.py").touch()
     (tmp_path / "good").write_text("a slots=1\n")
     (tmp_path / "bad").write_text("a slots=1\nb slot=2\n")

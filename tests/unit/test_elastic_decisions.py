@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import errno
+import json
+import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from malleus_ds.cluster import ClusterError
+from malleus_ds.elastic import supervise
 from malleus_ds.elastic.devices import Device, first_devices, next_devices, parse_hosts
 from malleus_ds.elastic.judge import Ending, judge
+from malleus_ds.elastic.launchers import launches
 from malleus_ds.elastic.restart_plan import RestartPlan, changed_world, renumbered
-from malleus_ds.elastic.run_files import ExitNote
+from malleus_ds.elastic.run_files import ExitNote, Verdict, read_json
+from malleus_ds.elastic.run_log import RunLog
 from malleus_ds.environment import PLAN_VARIABLE
 from malleus_ds.errors import tells_of_lost_peer
 from malleus_ds.plan import ParallelPlan, Pipeline, PlanError, Stage
@@ -71,6 +80,10 @@ def note(rank: int, code: int, lost_peer: bool = False, was_stopped: bool = Fals
         # A broken connection, and nobody is to blame.
         ([note(0, 1, lost_peer=True), note(1, 1, lost_peer=True)], Ending.LOSS, {}),
         ([note(0, 2), note(1, 1, lost_peer=True)], Ending.MISTAKE, {}),
+        # It may have waited for the killed one, or for the one that made a mistake.
+        ([note(0, -15, was_stopped=True), note(1, -9)], Ending.LOSS, {1: "SIGKILL"}),
+        ([note(0, -15, was_stopped=True), note(1, 1)], Ending.LOSS, {1: "failed with code 1"}),
+        ([note(0, -15, was_stopped=True), note(1, 2)], Ending.MISTAKE, {}),
         # Beside a killed rank, what others say does not count.
         ([note(0, 2), note(1, -9)], Ending.LOSS, {1: "SIGKILL"}),
         ([note(0, 1), note(1, 1)], Ending.BROKEN, {0: "line 0", 1: "line 1"}),
@@ -84,6 +97,74 @@ def test_judge(notes: list[ExitNote | None], ending: Ending, lost: dict[int, str
     assert [each.rank for each in judgement.lost] == list(lost)
     for each in judgement.lost:
         assert lost[each.rank] in each.how
+
+
+def test_an_error_that_python_ignored_is_not_the_reason() -> None:
+    told = ["rank 0: PeerLostError: rank 0 lost a peer", "Exception ignored in: <function f>", "Traceback"]
+    ended = supervise._note(0, 1, False, [*told, "KeyError: 3"])
+    assert (ended.lost_peer, ended.reason) == (True, told[0])
+    assert supervise._note(0, 1, False, [*told, "KeyError: 3", "OSError: 4"]).reason == "OSError: 4"
+
+
+def test_warnings_of_threads_are_not_the_reason() -> None:
+    """As NCCL's heartbeat tells of a lost store; alone, it aborts the rank."""
+    told = [
+        "[rank1]:[W1130 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3)",
+        "Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:675 (most recent)",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80",
+    ]
+    assert supervise._note(1, 1, False, ["rank 1: PeerLostError: gone", *told]).lost_peer
+    assert not supervise._note(1, 1, False, ["KeyError: 3", *told]).lost_peer
+    assert supervise._note(1, -6, False, told).lost_peer
+
+
+def test_a_verdict_counts_when_the_launcher_ends_the_supervisor_for_it(tmp_path: Path) -> None:
+    asked = supervise._Asked(to_end=True)
+    assert supervise._await_verdict(tmp_path, asked, 10.0) is None
+    Verdict(("a",)).save(tmp_path)
+    assert supervise._await_verdict(tmp_path, asked, 10.0) == Verdict(("a",))
+
+
+def test_a_progress_bar_is_passed_on_before_its_line_ends(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb") as stream:
+        tail = supervise._Tail(stream)
+        os.write(writing, b"one\ntwo\r 50 %\r")
+        told = b""
+        deadline_s = time.monotonic() + 10
+        while b"50" not in told and time.monotonic() < deadline_s:
+            told += capfdbinary.readouterr().err
+        os.write(writing, b"100 %\nKeyErr")
+        os.write(writing, b"or: 3")
+        os.close(writing)
+        assert tail.lines() == ["one", "two", "50 %", "100 %", "KeyError: 3"]
+    assert told == b"one\ntwo\r 50 %\r"
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read_text, num_stale = tmp_path / "progress.json", Path.read_text, iter([True, True])
+    path.write_text("3")
+
+    def read(self: Path, encoding: str) -> str:
+        if next(num_stale, False):
+            raise OSError(errno.ESTALE, "stale")
+        return read_text(self, encoding=encoding)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert read_json(path) == 3
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunLog(tmp_path / "gone" / "run.jsonl").tell("start", "go")
+    assert capsys.readouterr().err.startswith("malleus-run: go\nmalleus-run: not in the log: ")
+
+
+def test_slots_are_of_the_visible_devices(tmp_path: Path) -> None:
+    """DeepSpeed's launcher replaces CUDA_VISIBLE_DEVICES by what it is told."""
+    launch = launches({"localhost": [0, 2]}, tmp_path, 1, False, (), ("4", "5", "GPU-6"))[0]
+    world = next(word.split("=", 1)[1] for word in launch.command if word.startswith("--world_info="))
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": ["4", "GPU-6"]}
+    assert launch.ranks == (0, 1)
 
 
 def test_all_ranks_lost_after_a_step_start_again() -> None:
@@ -100,6 +181,7 @@ def test_all_ranks_lost_after_a_step_start_again() -> None:
         ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error", True),
         ("[rank1]: RuntimeError: Application timeout caused pair closure", True),
         ("torch.distributed.DistBackendError: NCCL error in: ...", True),
+        ("[rank1]: ncclRemoteError: A call failed possibly due to a network error", True),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
         ("KeyError: 'PeerLost'", False),
     ],

@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import resource
 import signal
+import threading
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 from malleus_ds.checkpoint.part_file import Content, Interval
 from malleus_ds.config import ConfigError, parse_config
 from malleus_ds.pipe.in_memory import memory_directory
+from malleus_ds.redundancy import copying
 from malleus_ds.redundancy.errors import RedundancyError
 from malleus_ds.redundancy.gathering import locate
 from malleus_ds.redundancy.keeper import Arrangement, check_room
@@ -47,6 +52,33 @@ def test_each_share_has_its_copy_on_the_next_node(ranks: list[tuple[int, int]]) 
 
 def header(rank: int = 0, num_bytes: int = 10, sections: tuple = ()) -> PartHeader:  # type: ignore[type-arg]
     return PartHeader("run-1", 7, rank, (("a", "b"), ("b", "a"), ()), num_bytes, "model", sections, "{}")
+
+
+def test_nothing_is_overwritten_before_the_device_has_met_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's collectives return before the ranks have met, so the host must wait for them."""
+    met, told = threading.Event(), []
+
+    class Event:
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            assert met.wait(10)
+            told.append("met")
+
+    monkeypatch.setattr(copying, "get_accelerator", lambda: SimpleNamespace(Event=Event))
+
+    def parts() -> tuple[None, dict[int, Part]]:
+        told.append("parts")
+        return None, {}
+
+    group: Any = None
+    running = copying.Copying(parts, group, timedelta(seconds=10), torch.device("cuda", 0))
+    running.wait(0.1)
+    assert told == ["record"]
+    met.set()
+    running.wait()
+    assert told == ["record", "met", "parts"]
 
 
 def test_a_part_counts_only_while_it_is_whole(tmp_path: Path) -> None:
