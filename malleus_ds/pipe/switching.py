@@ -51,7 +51,8 @@ def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
         engine.abandon()
         raise StateLostError(
             f"rank {engine.global_rank}: the switch before step {engine.global_steps} failed when state had "
-            f"begun to move, which cannot be undone: start again from a checkpoint ({error})"
+            f"begun to move, which cannot be undone: start again from a checkpoint "
+            f"({type(error).__name__}: {error})"
         ) from error
     for name in ("copying", "packing", "wire", "unpacking", "finishing"):
         interruption.add(name, getattr(report, f"{name}_s"))
