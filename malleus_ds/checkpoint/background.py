@@ -61,13 +61,14 @@ class BackgroundSave:
         return self._part_error
 
     def give_up(self) -> None:
-        """Another rank failed, or is lost: do not wait for its file."""
+        """Another rank failed, is lost, or was too late: do not wait for its file, and make no checkpoint."""
         self._gave_up.set()
 
     def wait(self) -> str | None:
         """Until all is done; what went wrong."""
         self._thread.join(self._left_s())
         if self._thread.is_alive():
+            self.give_up()
             return self._too_late("was not finished")
         return self._error
 
@@ -97,7 +98,10 @@ class BackgroundSave:
             finally:
                 self._part_written.set()
             if self._rank == 0:
-                self._commit(self._entries())
+                entries = self._entries()
+                if self._gave_up.is_set():  # a newer save may have been made since
+                    raise CheckpointError(f"{self.directory}: was given up before it was finished")
+                self._commit(entries)
         except Exception as error:
             self._error = _describe(error)
 

@@ -192,6 +192,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     checkpoint = _open(args)
+    checkpoint.check_share(0, 1)  # other layouts have no checksums that would tell damage later
     if args.format == _DEEPSPEED:
         from malleus_ds.checkpoint.stock.writing import write_stock
 

@@ -245,6 +245,20 @@ class TestBackground:
         discard(Disk(), saves[0].directory)
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_save_that_was_too_late_makes_no_checkpoint_later(self, tmp_path: Path) -> None:
+        """``latest`` would go back behind a newer one."""
+        stuck = StuckDisk()
+        (late,) = self.start(tmp_path, [stuck], timeout_s=0.1)
+        assert "was not written within 0.1 s" in str(late.wait_for_part())
+        late.give_up()
+        save(Disk(), tmp_path, "newer", 6.0)
+        stuck.answers.set()
+        deadline_s = time.monotonic() + 30
+        while not late.is_over and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert latest_tag(tmp_path) == "newer"
+        assert "was given up" in str(late.wait())
+
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tag").mkdir()
