@@ -255,7 +255,9 @@ def test_all_ranks_meet_in_the_same_rounds(case: Case) -> None:
 
 def test_a_tensor_without_elements_changes_hands_too() -> None:
     """Its bucket may share a round with others that this rank has no part in."""
-    layout = [LogicalTensor(f"{layer}.weight", (100 + layer,), "float32", 4, (layer,), 0) for layer in range(8)]
+    layout = [
+        LogicalTensor(f"{layer}.weight", (100 + layer,), "float32", 4, (layer,), 0) for layer in range(8)
+    ]
     buckets = make_buckets([*layout, LogicalTensor("0.empty", (0,), "int64", 8, (0,), None)], bucket_bytes=4)
     schema = tuple(StateTensors(("parameter",), (bucket.itemsize,)) for bucket in buckets)
 

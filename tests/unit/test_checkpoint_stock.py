@@ -286,6 +286,18 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     export(bare, tmp_path / "out", *stages)
     assert run("export", bare, tmp_path / "out", "--format", "deepspeed", *stages) == 2
     assert "exists: give another" in capsys.readouterr().err
+    assert run("import", tmp_path / "out", tmp_path / "bare") == 2
+    assert f"{bare} exists: give another" in capsys.readouterr().err
+    for layout in ("safetensors", "deepspeed"):
+        target = bare / "manifest.json" / "out"
+        assert run("export", bare, target, "--format", layout, *stages) == 2
+        assert "Not a directory" in capsys.readouterr().err
+    path = bare / "rank_00000.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert run("export", bare, tmp_path / "damaged", "--format", "safetensors") == 2
+    assert f"{path}: damaged" in capsys.readouterr().err
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
