@@ -21,7 +21,7 @@ from malleus_ds.elastic.restart_plan import RestartPlan
 from malleus_ds.pipe.agreement import AgreementError, SwitchFailedError
 from malleus_ds.pipe.interruption import describe_parts
 from malleus_ds.pipe.measurement import Measurement
-from malleus_ds.plan import ParallelPlan, PlanError
+from malleus_ds.plan import ParallelPlan
 from malleus_ds.planner.process import PlannerFailure, PlannerProcess
 from malleus_ds.planner.types import PlanRequest, PlanResult
 
@@ -150,7 +150,9 @@ class ControlLoop:
     def jump(self) -> None:
         """The next step has another number than the last one plus one: a checkpoint was loaded."""
         self._quiet_until = 0
-        self._next = None
+        if self._next is not None:
+            self._next = None
+            self._count_shift_again()
 
     def abandon(self) -> None:
         """A peer is lost: what is in flight will never complete."""
@@ -205,7 +207,7 @@ class ControlLoop:
                 self._note(step, "prepared", num_missing_groups=num_missing, duration_s=duration_s)
                 return
             cost = self._switch(announced.plan)
-        except (AgreementError, PlanError, SwitchFailedError) as error:  # on all ranks alike
+        except (ValueError, SwitchFailedError) as error:  # of all ranks: see `run_together`
             self._note(step, "switch_failed", plan=announced.plan.to_dict(), reason=str(error))
             self._try_later(step)
         else:
