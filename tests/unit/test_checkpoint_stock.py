@@ -209,6 +209,13 @@ def other_rate(directory: Path) -> None:
     change_pickle(directory / "zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
 
 
+def fewer_paddings(directory: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["param_alignment_paddings"] = [[0]]
+
+    change_pickle(directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt", change)
+
+
 def elastic(directory: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["optimizer_state_dict"]["base_optimizer_state"] = []
@@ -243,6 +250,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (shorten, "but 3 in zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     (other_rate, "group 0 has other options in another stage"),
     (elastic, "elastic_checkpoint false"),
+    (fewer_paddings, "do not hold what DeepSpeed writes (ValueError"),
 ]
 
 

@@ -58,7 +58,8 @@ def divide_layers(manifest: Manifest, num_stages: int, method: str) -> tuple[int
 def write_stock(checkpoint: Checkpoint, save_dir: Path, tag: str, layout: StockLayout) -> Path:
     """Write ``checkpoint`` for a job with ``layout``; returns its directory, the latest of ``save_dir`` then.
 
-    Optimizer state of a partition is on the host at once. Raises `CheckpointError`.
+    Optimizer state of a partition (without ZeRO: of a stage) is on the host at once.
+    Raises `CheckpointError`.
     """
     check_tag(tag)
     check_layout(layout, checkpoint.manifest, checkpoint.path)
