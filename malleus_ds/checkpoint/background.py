@@ -54,6 +54,15 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         self._thread.start()
 
+    def part_ends_within(self, patience_s: float) -> bool:
+        """Whether `wait_for_part` returns at once after so long; in seconds."""
+        return self._part_written.wait(min(patience_s, self._left_s())) or self._left_s() == 0
+
+    def ends_within(self, patience_s: float) -> bool:
+        """The same of `wait`."""
+        self._thread.join(min(patience_s, self._left_s()))
+        return self.is_over or self._left_s() == 0
+
     def wait_for_part(self) -> str | None:
         """Until this rank's file is written; what went wrong."""
         if not self._part_written.wait(self._left_s()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,18 +116,27 @@ class Saving(BatchSize):
         if saving is None:
             return
         try:
+            self._patiently(saving.part_ends_within)
             _, errors = run_together(saving.wait_for_part, note=lambda error: error)
         except PeerLostError:
             saving.give_up()
             raise
         if any(errors):
             saving.give_up()
+        self._patiently(saving.ends_within)
         _, more_errors = run_together(saving.wait, note=lambda error: error)
         for error in (*errors, *more_errors):
             if error is not None:
                 if saving.is_over:  # else the disk may never answer; the next save of the tag tidies up
                     self._discard(saving.directory)
                 raise CheckpointError(f"the save in the background failed: {error}")
+
+    def _patiently(self, ends_within: Callable[[float], bool]) -> None:
+        """Until it has ended on all ranks. A save may take longer than a peer may stay silent, and some ranks
+        have nothing to write."""
+        patience_s = self.malleus_config.timeout_s / 4
+        while not all(run_together(lambda: ends_within(patience_s), note=bool)[1]):
+            pass  # each round takes as long as the patience of the rank that waits
 
     def _begin(self, order: _Order) -> Path | None:
         return begin(self._disk, Path(order.save_dir), order.tag) if self.global_rank == 0 else None
