@@ -17,6 +17,7 @@ from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest
 from malleus_ds.checkpoint.part_file import Content, FileEntry, write_part
 from malleus_ds.checkpoint.values import check_json
+from malleus_ds.migration.errors import StateLostError
 from malleus_ds.pipe.agreement import PeerLostError, require_equal, run_alike, run_together
 from malleus_ds.pipe.batch_size import BatchSize
 from malleus_ds.pipe.resume import describe
@@ -51,6 +52,8 @@ class _Held:
 class Saving(BatchSize):
     """The part of `MalleusPipelineEngine` that saves."""
 
+    is_state_lost = False
+    """A switch failed when state had begun to move; for good."""
     _disk = Disk()
     _saving: BackgroundSave | None = None
 
@@ -69,6 +72,7 @@ class Saving(BatchSize):
         steps (None: as the config says). Returns True. Raises `CheckpointError` on all ranks, also when
         the save before failed in the background; what was saved earlier is still there.
         """
+        self.require_state()
         self.finish_saving()
         order = _Order(
             save_dir=str(save_dir or ""),
@@ -108,6 +112,14 @@ class Saving(BatchSize):
             self._discard(directory)
             raise
         return True
+
+    def require_state(self) -> None:
+        """Raise `StateLostError` where what is left of the state must be neither saved nor trained."""
+        if self.is_state_lost:
+            raise StateLostError(
+                f"rank {self.global_rank}: the training state was lost in a switch: start again from a "
+                "checkpoint"
+            )
 
     def finish_saving(self) -> None:
         """Wait for the save in the background. Collective; raises `CheckpointError` on all ranks when it
