@@ -21,9 +21,10 @@ from malleus_ds.elastic.restart_plan import RestartPlan
 from malleus_ds.pipe.agreement import AgreementError, SwitchFailedError
 from malleus_ds.pipe.interruption import describe_parts
 from malleus_ds.pipe.measurement import Measurement
-from malleus_ds.plan import ParallelPlan
+from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.planner.process import PlannerFailure, PlannerProcess
 from malleus_ds.planner.types import PlanRequest, PlanResult
+from malleus_ds.zero.state import OptimizerStateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class ControlLoop:
                 self._note(step, "prepared", num_missing_groups=num_missing, duration_s=duration_s)
                 return
             cost = self._switch(announced.plan)
-        except (ValueError, SwitchFailedError) as error:  # of all ranks: see `run_together`
+        except (AgreementError, OptimizerStateError, PlanError, SwitchFailedError) as error:  # on all ranks
             self._note(step, "switch_failed", plan=announced.plan.to_dict(), reason=str(error))
             self._try_later(step)
         else:
