@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ def main() -> int:
             measured[phase] = json.loads(path.read_text(encoding="utf-8"))
             (Path(folder) / "plan.json").write_text(json.dumps(measured[TRAIN]["plan"]), encoding="utf-8")
     details = {"machine": machine, "duration_s": time.monotonic() - began, **measured}
-    return ranks.publish(details, evaluate(measured), args.json)
+    verdict = evaluate(measured)
+    return ranks.publish(details, replace(verdict, bars=[]) if args.quick else verdict, args.json)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,15 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         self._thread.start()
 
+    def part_ends_within(self, patience_s: float) -> bool:
+        """Whether `wait_for_part` returns at once after so long; in seconds."""
+        return self._part_written.wait(min(patience_s, self._left_s())) or self._left_s() == 0
+
+    def ends_within(self, patience_s: float) -> bool:
+        """The same of `wait`."""
+        self._thread.join(min(patience_s, self._left_s()))
+        return self.is_over or self._left_s() == 0
+
     def wait_for_part(self) -> str | None:
         """Until this rank's file is written; what went wrong."""
         if not self._part_written.wait(self._left_s()):
@@ -61,13 +70,14 @@ class BackgroundSave:
         return self._part_error
 
     def give_up(self) -> None:
-        """Another rank failed, or is lost: do not wait for its file."""
+        """Another rank failed, is lost, or was too late: do not wait for its file, and make no checkpoint."""
         self._gave_up.set()
 
     def wait(self) -> str | None:
         """Until all is done; what went wrong."""
         self._thread.join(self._left_s())
         if self._thread.is_alive():
+            self.give_up()
             return self._too_late("was not finished")
         return self._error
 
@@ -97,7 +107,10 @@ class BackgroundSave:
             finally:
                 self._part_written.set()
             if self._rank == 0:
-                self._commit(self._entries())
+                entries = self._entries()
+                if self._gave_up.is_set():  # a newer save may have been made since
+                    raise CheckpointError(f"{self.directory}: was given up before it was finished")
+                self._commit(entries)
         except Exception as error:
             self._error = _describe(error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from malleus_ds.checkpoint.directory import begin, check_tag, commit, discard
 from malleus_ds.checkpoint.disk import Disk
+from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import Manifest
 from malleus_ds.checkpoint.part_file import Content, write_part
 
@@ -21,9 +22,11 @@ def write_checkpoint(
     """Write a checkpoint, which is the latest of ``save_dir`` then, and return its directory.
 
     manifest: without files; contents: all elements, each once; one at a time is on the host, where they are
-    mapped from files. Raises `CheckpointError`; ``save_dir`` is as it was then.
+    mapped from files. Raises `CheckpointError`, also for a tag that is there; ``save_dir`` is as it was then.
     """
     check_tag(tag)
+    if (save_dir / tag).exists():
+        raise CheckpointError(f"{save_dir / tag} exists: give another directory, or remove it")
     disk = Disk()
     directory = begin(disk, save_dir, tag)
     try:

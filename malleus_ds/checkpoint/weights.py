@@ -10,6 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from malleus_ds.checkpoint.directory import discard
 from malleus_ds.checkpoint.disk import Disk
@@ -101,7 +102,10 @@ def _write_shards(
             values = read_weight(reader, weight.tensor, dtype)
             tensors[weight.name] = (values.T if weight.is_transposed else values).contiguous()
             files[weight.name] = name
-        safetensors.torch.save_file(tensors, directory / name, metadata={"format": "pt"})
+        try:
+            safetensors.torch.save_file(tensors, directory / name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{directory / name}: cannot be written ({error})") from error
     if len(shards) > 1:
         total = sum(num_bytes for _, num_bytes in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
         help="of the weights, the job's compute dtype (huggingface; default: as they are)",
     )
     _add_source(imports)
-    imports.set_defaults(run=_import)
+    imports.set_defaults(run=_naming_files(_import))
     _add_export(actions)
 
 
@@ -95,7 +95,7 @@ def _add_export(actions: Any) -> None:
     llama.add_argument("--rope-base", metavar="X", type=float, default=10_000.0, help="default: 10000")
     llama.add_argument("--norm-epsilon", metavar="X", type=float, default=1e-5, help="default: 1e-5")
     llama.add_argument("--max-positions", metavar="N", type=int, default=2048, help="default: 2048")
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_naming_files(_export))
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +169,20 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _naming_files(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """What the system refuses is an error that names the file."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return action(args)
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename or args.target}: {error.strerror}: give a directory that can be written"
+            ) from error
+
+    return run
+
+
 def _import(args: argparse.Namespace) -> int:
     from malleus_ds.checkpoint.importing import write_checkpoint
 
@@ -192,6 +206,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     checkpoint = _open(args)
+    checkpoint.check_share(0, 1)  # other layouts have no checksums that would tell damage later
     if args.format == _DEEPSPEED:
         from malleus_ds.checkpoint.stock.writing import write_stock
 

@@ -70,8 +70,9 @@ def plan_migration(
     largest_parts = np.maximum(before, after).max(axis=1, initial=0)
     direct_bytes = min(_DIRECT_BYTES, int(largest_parts.max(initial=0)) // _DIRECT_SHARE)
     own_rounds, allocated, freed = [], [], []
+    own_buckets = {*old.held_by(rank), *new.held_by(rank)}  # also those without an element
     for buckets in rounds(before, after):
-        if not (before[rank, list(buckets)].any() or after[rank, list(buckets)].any()):
+        if own_buckets.isdisjoint(buckets):
             continue
         own = tuple(move for index in sorted(buckets) for move in moves[index])
         own_rounds.append(Round(buckets, own))

@@ -41,6 +41,7 @@ class Checkpointing(Saving):
         Returns ``(path, client_state)``, or ``(None, None)`` without a tag and a file ``latest``. Raises
         `CheckpointError` on all ranks for one that is damaged or does not fit; the engine is unchanged then.
         """
+        self.require_state()
         self.finish_saving()
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn: a pipeline engine does not take one, in DeepSpeed neither")

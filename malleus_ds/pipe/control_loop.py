@@ -24,6 +24,7 @@ from malleus_ds.pipe.measurement import Measurement
 from malleus_ds.plan import ParallelPlan, PlanError
 from malleus_ds.planner.process import PlannerFailure, PlannerProcess
 from malleus_ds.planner.types import PlanRequest, PlanResult
+from malleus_ds.zero.state import OptimizerStateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,9 @@ class ControlLoop:
     def jump(self) -> None:
         """The next step has another number than the last one plus one: a checkpoint was loaded."""
         self._quiet_until = 0
-        self._next = None
+        if self._next is not None:
+            self._next = None
+            self._count_shift_again()
 
     def abandon(self) -> None:
         """A peer is lost: what is in flight will never complete."""
@@ -205,7 +208,7 @@ class ControlLoop:
                 self._note(step, "prepared", num_missing_groups=num_missing, duration_s=duration_s)
                 return
             cost = self._switch(announced.plan)
-        except (AgreementError, PlanError, SwitchFailedError) as error:  # on all ranks alike
+        except (AgreementError, OptimizerStateError, PlanError, SwitchFailedError) as error:  # on all ranks
             self._note(step, "switch_failed", plan=announced.plan.to_dict(), reason=str(error))
             self._try_later(step)
         else:

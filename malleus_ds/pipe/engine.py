@@ -312,6 +312,7 @@ class MalleusPipelineEngine(InMemory):
         May end with a switch to a new plan, when the control loop decided so. Raises
         `PeerLostError` when another rank stopped answering.
         """
+        self.require_state()
         with peer_errors(f"in step {self.global_steps}", self.abandon):
             step, plan = self.global_steps, self.plan
             if self.device_emulation is not None:

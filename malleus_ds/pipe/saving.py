@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from malleus_ds.checkpoint.errors import CheckpointError
 from malleus_ds.checkpoint.manifest import FILE_NAME, Manifest
 from malleus_ds.checkpoint.part_file import Content, FileEntry, write_part
 from malleus_ds.checkpoint.values import check_json
+from malleus_ds.migration.errors import StateLostError
 from malleus_ds.pipe.agreement import PeerLostError, require_equal, run_alike, run_together
 from malleus_ds.pipe.batch_size import BatchSize
 from malleus_ds.pipe.resume import describe
@@ -51,6 +52,8 @@ class _Held:
 class Saving(BatchSize):
     """The part of `MalleusPipelineEngine` that saves."""
 
+    is_state_lost = False
+    """A switch failed when state had begun to move; for good."""
     _disk = Disk()
     _saving: BackgroundSave | None = None
 
@@ -69,6 +72,7 @@ class Saving(BatchSize):
         steps (None: as the config says). Returns True. Raises `CheckpointError` on all ranks, also when
         the save before failed in the background; what was saved earlier is still there.
         """
+        self.require_state()
         self.finish_saving()
         order = _Order(
             save_dir=str(save_dir or ""),
@@ -109,6 +113,14 @@ class Saving(BatchSize):
             raise
         return True
 
+    def require_state(self) -> None:
+        """Raise `StateLostError` where what is left of the state must be neither saved nor trained."""
+        if self.is_state_lost:
+            raise StateLostError(
+                f"rank {self.global_rank}: the training state was lost in a switch: start again from a "
+                "checkpoint"
+            )
+
     def finish_saving(self) -> None:
         """Wait for the save in the background. Collective; raises `CheckpointError` on all ranks when it
         failed."""
@@ -116,18 +128,27 @@ class Saving(BatchSize):
         if saving is None:
             return
         try:
+            self._patiently(saving.part_ends_within)
             _, errors = run_together(saving.wait_for_part, note=lambda error: error)
         except PeerLostError:
             saving.give_up()
             raise
         if any(errors):
             saving.give_up()
+        self._patiently(saving.ends_within)
         _, more_errors = run_together(saving.wait, note=lambda error: error)
         for error in (*errors, *more_errors):
             if error is not None:
                 if saving.is_over:  # else the disk may never answer; the next save of the tag tidies up
                     self._discard(saving.directory)
                 raise CheckpointError(f"the save in the background failed: {error}")
+
+    def _patiently(self, ends_within: Callable[[float], bool]) -> None:
+        """Until it has ended on all ranks. A save may take longer than a peer may stay silent, and some ranks
+        have nothing to write."""
+        patience_s = self.malleus_config.timeout_s / 4
+        while not all(run_together(lambda: ends_within(patience_s), note=bool)[1]):
+            pass  # each round takes as long as the patience of the rank that waits
 
     def _begin(self, order: _Order) -> Path | None:
         return begin(self._disk, Path(order.save_dir), order.tag) if self.global_rank == 0 else None

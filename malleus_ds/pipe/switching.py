@@ -36,6 +36,7 @@ class SwitchReport:
 
 def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
     """See `MalleusPipelineEngine.reconfigure`. Collective over the world."""
+    engine.require_state()
     interruption = Interruption()
     with interruption.part("agreement"):
         states = _agree(engine, plan)
@@ -49,9 +50,11 @@ def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
     except Exception as error:
         # Peers wait for what this rank will never send, until its process ends and closes its connections.
         engine.abandon()
+        engine.is_state_lost = True
         raise StateLostError(
             f"rank {engine.global_rank}: the switch before step {engine.global_steps} failed when state had "
-            f"begun to move, which cannot be undone: start again from a checkpoint ({error})"
+            f"begun to move, which cannot be undone: start again from a checkpoint "
+            f"({type(error).__name__}: {error})"
         ) from error
     for name in ("copying", "packing", "wire", "unpacking", "finishing"):
         interruption.add(name, getattr(report, f"{name}_s"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from malleus_ds.pipe.control_loop import _Announced
 from malleus_ds.plan import ParallelPlan
+from malleus_ds.zero.state import OptimizerStateError
 from tests.distributed.reference import config, make_engine, plan
 from tests.harness import DistributedTest
 
@@ -40,4 +42,11 @@ class TestAnnouncedPlan(DistributedTest):
         assert kinds == ["prepared"] * 3 + ["switched", "switched"] + ["prepared", "switched"]
         assert loop.events[-1].details["parts_s"] == {"announcement": 0.3, "wire": 0.1}
         assert loop.events[-1].details["duration_s"] == 0.5
+
+        def fail(_: ParallelPlan) -> dict[str, Any]:
+            raise OptimizerStateError("cannot be cut")
+
+        loop._switch, loop._submitted = fail, replace(loop._submitted, planned_rates=(1.0,))
+        loop._approach(_Announced(engine.plan.digest, engine.plan, 0, received_s=0.3), 0, engine.plan)
+        assert loop.events[-1].kind == "switch_failed"
         engine.destroy()

@@ -176,6 +176,14 @@ class TestFailedSwitch(DistributedTest):
             own = rf"^rank {engine.global_rank}: .*start again from a checkpoint"
             with pytest.raises(StateLostError, match=own):
                 engine.reconfigure(NEW)
+            for use in (
+                engine.train_batch,
+                lambda: engine.reconfigure(OLD),
+                lambda: engine.save_checkpoint("checkpoints"),
+                lambda: engine.load_checkpoint("checkpoints"),
+            ):
+                with pytest.raises(StateLostError, match="the training state was lost in a switch"):
+                    use()
         finally:
             limit_address_space(resource.RLIM_INFINITY)
             close_connections()

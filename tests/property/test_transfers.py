@@ -253,6 +253,23 @@ def test_all_ranks_meet_in_the_same_rounds(case: Case) -> None:
     assert len({plan.total_bytes for plan in plans}) == 1
 
 
+def test_a_tensor_without_elements_changes_hands_too() -> None:
+    """Its bucket may share a round with others that this rank has no part in."""
+    layout = [
+        LogicalTensor(f"{layer}.weight", (100 + layer,), "float32", 4, (layer,), 0) for layer in range(8)
+    ]
+    buckets = make_buckets([*layout, LogicalTensor("0.empty", (0,), "int64", 8, (0,), None)], bucket_bytes=4)
+    schema = tuple(StateTensors(("parameter",), (bucket.itemsize,)) for bucket in buckets)
+
+    def placed(*stages: tuple[int, tuple[int, int]]) -> Placement:
+        return place(ParallelPlan((Pipeline(tuple(Stage((r,), at) for r, at in stages), 1),), 1), buckets)
+
+    old, new = placed((0, (0, 1)), (1, (1, 2)), (2, (2, 8))), placed((2, (0, 1)), (0, (1, 3)), (1, (3, 8)))
+    for rank in range(3):
+        moved = {index for each in plan_migration(old, new, schema, rank).rounds for index in each.buckets}
+        assert moved >= {*old.held_by(rank), *new.held_by(rank)}
+
+
 def test_state_that_nobody_has_is_named() -> None:
     plan = ParallelPlan.homogeneous(NUM_LAYERS, 4, 2)
     buckets = make_buckets(UNCUT, 100)

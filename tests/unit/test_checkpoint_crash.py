@@ -245,6 +245,27 @@ class TestBackground:
         discard(Disk(), saves[0].directory)
         assert list(tmp_path.iterdir()) == []
 
+    def test_it_says_that_it_is_not_over_yet(self, tmp_path: Path) -> None:
+        stuck = StuckDisk()
+        (save,) = self.start(tmp_path, [stuck])
+        assert [save.part_ends_within(0.01), save.ends_within(0.01)] == [False, False]
+        stuck.answers.set()
+        assert [save.part_ends_within(60), save.ends_within(60)] == [True, True]
+
+    def test_a_save_that_was_too_late_makes_no_checkpoint_later(self, tmp_path: Path) -> None:
+        """``latest`` would go back behind a newer one."""
+        stuck = StuckDisk()
+        (late,) = self.start(tmp_path, [stuck], timeout_s=0.1)
+        assert "was not written within 0.1 s" in str(late.wait_for_part())
+        late.give_up()
+        save(Disk(), tmp_path, "newer", 6.0)
+        stuck.answers.set()
+        deadline_s = time.monotonic() + 30
+        while not late.is_over and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert latest_tag(tmp_path) == "newer"
+        assert "was given up" in str(late.wait())
+
 
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tag").mkdir()
@@ -274,6 +295,7 @@ def test_files_round_trip_through_the_manifest(tmp_path: Path) -> None:
         disk = StuckDisk()
         saves = self.start(tmp_path, [Disk(), disk], timeout_s=0.5)
         error = saves[1].wait_for_part()
+        assert [saves[1].part_ends_within(60), saves[1].ends_within(60)] == [True, True]
         assert "rank 1's part was not written within 0.5 s" in str(error)
         assert "malleus.checkpoint.timeout_s" in str(error)
         assert "another rank" in str(saves[0].wait())

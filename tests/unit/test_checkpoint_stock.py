@@ -209,6 +209,13 @@ def other_rate(directory: Path) -> None:
     change_pickle(directory / "zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
 
 
+def fewer_paddings(directory: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["param_alignment_paddings"] = [[0]]
+
+    change_pickle(directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt", change)
+
+
 def elastic(directory: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["optimizer_state_dict"]["base_optimizer_state"] = []
@@ -243,6 +250,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (shorten, "but 3 in zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     (other_rate, "group 0 has other options in another stage"),
     (elastic, "elastic_checkpoint false"),
+    (fewer_paddings, "do not hold what DeepSpeed writes (ValueError"),
 ]
 
 
@@ -286,6 +294,18 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.Captur
     export(bare, tmp_path / "out", *stages)
     assert run("export", bare, tmp_path / "out", "--format", "deepspeed", *stages) == 2
     assert "exists: give another" in capsys.readouterr().err
+    assert run("import", tmp_path / "out", tmp_path / "bare") == 2
+    assert f"{bare} exists: give another" in capsys.readouterr().err
+    for layout in ("safetensors", "deepspeed"):
+        target = bare / "manifest.json" / "out"
+        assert run("export", bare, target, "--format", layout, *stages) == 2
+        assert "Not a directory" in capsys.readouterr().err
+    path = bare / "rank_00000.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert run("export", bare, tmp_path / "damaged", "--format", "safetensors") == 2
+    assert f"{path}: damaged" in capsys.readouterr().err
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,9 @@ def open_stock(
     """
     try:
         return _open(directory, model, ties, with_optimizer)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
         ) from error

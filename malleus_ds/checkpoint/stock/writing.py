@@ -58,7 +58,8 @@ def divide_layers(manifest: Manifest, num_stages: int, method: str) -> tuple[int
 def write_stock(checkpoint: Checkpoint, save_dir: Path, tag: str, layout: StockLayout) -> Path:
     """Write ``checkpoint`` for a job with ``layout``; returns its directory, the latest of ``save_dir`` then.
 
-    Optimizer state of a partition is on the host at once. Raises `CheckpointError`.
+    Optimizer state of a partition (without ZeRO: of a stage) is on the host at once.
+    Raises `CheckpointError`.
     """
     check_tag(tag)
     check_layout(layout, checkpoint.manifest, checkpoint.path)
@@ -74,7 +75,8 @@ def write_stock(checkpoint: Checkpoint, save_dir: Path, tag: str, layout: StockL
     disk.make_directory(temporary)
     try:
         with checkpoint.reader() as reader:
-            _Writer(checkpoint.manifest, reader, temporary, layout).write()
+            _Writer(checkpoint.manifest, reader, disk, temporary, layout).write()
+        disk.sync_directory(temporary)
         disk.rename(temporary, target)
     except BaseException:
         discard(disk, temporary)
@@ -87,6 +89,7 @@ def write_stock(checkpoint: Checkpoint, save_dir: Path, tag: str, layout: StockL
 class _Writer:
     manifest: Manifest
     reader: Reader
+    disk: Disk
     directory: Path
     layout: StockLayout
 
@@ -98,14 +101,18 @@ class _Writer:
                 for tensor in self.manifest.tensors
                 if layer in tensor.layers
             )
-            torch.save(content, self.directory / f"layer_{layer:02d}-model_states.pt")
+            self._save(f"layer_{layer:02d}-model_states.pt", content)
         for stage, (start, stop) in enumerate(self.layout.stages):
             tensors = stage_tensors(self.manifest.tensors, start, stop)
-            path = self.directory / f"mp_rank_{stage:02d}_model_states.pt"
-            torch.save(self._stage(tensors), path)
+            self._save(f"mp_rank_{stage:02d}_model_states.pt", self._stage(tensors))
             if self.layout.zero_stage == 1:
                 for rank in range(self.layout.num_replicas):
                     self._write_partition(stage, rank, tensors)
+
+    def _save(self, name: str, content: Any) -> None:
+        """On the disk, before ``latest`` names it."""
+        with self.disk.create(self.directory / name) as file:
+            torch.save(content, file)
 
     def _stage(self, tensors: Sequence[LogicalTensor]) -> dict[str, Any]:
         manifest, is_zero = self.manifest, self.layout.zero_stage == 1
@@ -185,9 +192,9 @@ class _Writer:
         }
         is_bf16 = any(tensor.dtype == "bfloat16" for tensor in self.manifest.tensors)
         prefix = "bf16_" if is_bf16 else ""
-        torch.save(
+        self._save(
+            f"{prefix}zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt",
             {"optimizer_state_dict": content, "ds_config": {}, "ds_version": version("deepspeed")},
-            self.directory / f"{prefix}zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt",
         )
 
     def _partition(
