@@ -195,10 +195,9 @@ def test_a_node_is_lost_at_any_moment_and_then_both_copies_of_a_share(
         path.unlink()
     told = run_ranks(go_on, 2, tmp_path / "lost")[0]
     assert_goes_on(told, expected_losses, "checkpoint", 1)
-    assert (
-        "these shares of parameters and optimizer state are lost: rank 1's (kept by node 0 ("
-        in (told["resumed"]["reason"])
-    )
+    reason = told["resumed"]["reason"]
+    assert "these shares of parameters and optimizer state are lost: " in reason
+    assert "rank 1's (kept by node 0 (" in reason  # of the step whose copies were under way others may be, too
     assert told["resumed"]["path"] == str(tmp_path / "lost" / "checkpoints" / "global_step1")
 
 
