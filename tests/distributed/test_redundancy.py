@@ -197,7 +197,7 @@ def test_a_node_is_lost_at_any_moment_and_then_both_copies_of_a_share(
     assert_goes_on(told, expected_losses, "checkpoint", 1)
     reason = told["resumed"]["reason"]
     assert "these shares of parameters and optimizer state are lost: " in reason
-    assert "rank 1's (kept by node 0 (" in reason  # of the step whose copies were under way others may be, too
+    assert "rank 1's (kept by node 0 (" in reason  # and others, whose copies were under way
     assert told["resumed"]["path"] == str(tmp_path / "lost" / "checkpoints" / "global_step1")
 
 
