@@ -174,7 +174,11 @@ while len(list(folder.glob("here_*"))) < 2:
 """
     where = ["--num_accelerators", "2", "--run_dir", str(tmp_path / "run"), "--backoff_s", "100"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    job = subprocess.Popen([*RUN, *where, write_script(tmp_path, body + ONE_IS_LOST)], env=environment)
+    job = subprocess.Popen(
+        [*RUN, *where, write_script(tmp_path, body + ONE_IS_LOST)],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    )
     try:
         memory = Path(wait_for(tmp_path / "here_0"))
         deadline_s = time.monotonic() + 40
