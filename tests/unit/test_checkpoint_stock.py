@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
 from malleus_ds.checkpoint import CheckpointError
 from malleus_ds.checkpoint.manifest import GroupEntry
 from malleus_ds.checkpoint.opening import open_path
 from malleus_ds.checkpoint.part_file import Interval
+from malleus_ds.checkpoint.stock.pickles import read_pickle
 from malleus_ds.checkpoint.stock.reading import open_stock
 from malleus_ds.checkpoint.stock.scalars import optimizer_name
 from malleus_ds.cli.main import main
@@ -346,3 +349,23 @@ def test_optimizers_are_known_by_their_options() -> None:
         ("etas step_sizes", ""),
     ):
         assert optimizer_name([GroupEntry(dict.fromkeys(options.split(), False), {}, {})]) == name
+
+
+class OfOldPython:
+    """Pickled as Python 3.11.2 pickles a member of an enumeration."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[type, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_zero_stages_of_an_old_python(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"zero_stage": OfOldPython(ZeroStageEnum, "gradients")}, path)
+    assert read_pickle(path) == {"zero_stage": 2}
+    for owner, name in ((ZeroStageEnum, "__class__"), (LossScaler, "disabled")):
+        torch.save({"zero_stage": OfOldPython(owner, name)}, path)
+        with pytest.raises(CheckpointError, match=r"file\.pt: names getattr, which could run code"):
+            read_pickle(path)

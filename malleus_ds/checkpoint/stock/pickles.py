@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -31,11 +32,26 @@ class FragmentAddress(Attributes):
     start: int
 
 
+_ZERO_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
+def _zero_stage(enumeration: type, name: str) -> int:
+    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle members of enumerations.
+
+    Knows DeepSpeed's ZeRO stages, for whose class ``int`` stands, and nothing else.
+    """
+    if enumeration is not int or name not in _ZERO_STAGES:
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {name}")
+    return _ZERO_STAGES.index(name)
+
+
 _STAND_INS: list[Any] = [
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_zero_stage, "__builtin__.getattr"),
+    (_zero_stage, "builtins.getattr"),
 ]
 """What may stand in a file beside tensors and plain values, and what is made of it."""
 
