@@ -64,3 +64,5 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.M
     notes = make_notes(tmp_path, 0, monkeypatch)
     attempt_path(tmp_path, 0).rmdir()
     notes.finish_step(0, replace(PLAN), (), None)
+    assert Progress.load(attempt_path(tmp_path, 0)) is None
+    assert written(tmp_path)[1].current == PLAN  # what was written before is whole
