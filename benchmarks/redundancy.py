@@ -76,7 +76,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
     plain = Ours(workload, has_detector=False)
     kept = Ours(workload, has_detector=False, nodes=NODES, redundancy={"enabled": True})
     steps = [{"plain": plain.step(), "kept": kept.step()} for _ in range(args.rounds)]
-    kept.engine._end_keeping()
+    kept.engine.end_keeping()
     cost = kept.engine.redundancy_cost
     assert cost is not None, "it is enabled"
     share = overrun_share([plain.device, kept.device])

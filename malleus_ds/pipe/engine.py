@@ -96,7 +96,6 @@ class MalleusPipelineEngine(InMemory):
         (`MigrationError`). What fails all the same once state moves is a `StateLostError` on all ranks.
         """
         with peer_errors(f"while switching plans before step {self.global_steps}", self.abandon):
-            self._end_keeping()
             report = switch(self, plan)
         self._shares = self.plan.data_shares
         if not self._owns_data:
@@ -194,7 +193,7 @@ class MalleusPipelineEngine(InMemory):
             self.control_loop = None
         try:
             self.finish_saving()
-            self._end_keeping()
+            self.end_keeping()
             if self._keeper is not None:
                 self._keeper.close()
                 self._keeper = None

@@ -87,7 +87,7 @@ class InMemory(Checkpointing):
         keeper, reason = self._keeper, ""
         if keeper is not None:
             self.finish_saving()
-            self._end_keeping()
+            self.end_keeping()
             (generation, reason), saved_step = self._look(keeper, load_dir)
             if generation is not None and saved_step > generation.step:
                 steps = f"memory is whole as of step {generation.step}, the checkpoint of {saved_step}"
@@ -179,14 +179,14 @@ class InMemory(Checkpointing):
             )
         keeper.arrange(arrangement)
 
-    def _end_keeping(self) -> None:
-        """Before the state changes."""
+    def end_keeping(self) -> None:
+        """Wait for the copies under way, before the state changes."""
         if self._keeper is not None:
             with peer_errors("while the state was copied to another node", self.abandon):
                 self._keeper.wait()
 
     def _put_back(self, *args: Any) -> None:
-        self._end_keeping()
+        self.end_keeping()
         super()._put_back(*args)
 
     def _loaded(self) -> None:
@@ -194,7 +194,7 @@ class InMemory(Checkpointing):
             self._keeper.forget()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        self._end_keeping()
+        self.end_keeping()
         super()._exec_optimizer_step(lr_kwargs)
 
     # -- going on ------------------------------------------------------------------------------

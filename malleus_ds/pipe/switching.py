@@ -38,6 +38,8 @@ def switch(engine: MalleusPipelineEngine, plan: ParallelPlan) -> SwitchReport:
     """See `MalleusPipelineEngine.reconfigure`. Collective over the world."""
     engine.require_state()
     interruption = Interruption()
+    with interruption.part("copies"):
+        engine.end_keeping()
     with interruption.part("agreement"):
         states = _agree(engine, plan)
     with interruption.part("groups"):

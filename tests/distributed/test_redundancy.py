@@ -208,7 +208,7 @@ def test_a_torn_copy_does_not_count(tmp_path: Path, expected_losses: list[float]
 
 
 def steps_kept(engine: MalleusPipelineEngine, folder: Path) -> set[int]:
-    engine._end_keeping()
+    engine.end_keeping()
     dist.barrier()
     kept = {header.step for _, header in parts(folder / "node1")}
     dist.barrier()
