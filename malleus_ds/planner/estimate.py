@@ -1,12 +1,12 @@
 """How many micro-batches pipelines take within a step, for many pipelines at once.
 
-Equal layers are assumed, and stages in order of their load, the lightest in front, where most micro-batches
-are in flight: good enough to choose among groups, and exact for most models.
+Equal layers are assumed, and stages in order of their layers per memory, the fewest in front, where most
+micro-batches are in flight: good enough to choose among groups, and exact for most models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from malleus_ds.planner.workload import BoolArray, Workload
 MAX_STAGES = 24
 # Bottlenecks tried per group: the least number of layers for it, and more.
 _NUM_LENGTHS = 3
-_NUM_BOTTLENECKS = 12
+NUM_BOTTLENECKS = 12
 _NUM_ROUNDS = 4
 _BATCH = 256
 _NEVER_S = 1e15
@@ -30,10 +30,10 @@ _MANY = 1e7
 
 @dataclass(frozen=True, slots=True)
 class _Divisions:
-    """order: ``[pipeline, place]`` stages from the fastest to the slowest; layers: ``[pipeline, bottleneck,
-    place]``; the others ``[pipeline, bottleneck]``."""
+    """stages: ``[pipeline, bottleneck, stage]`` places of the groups; layers: likewise; the others
+    ``[pipeline, bottleneck]``."""
 
-    order: IntArray
+    stages: IntArray
     layers: FloatArray
     is_legal: BoolArray
     max_s: FloatArray
@@ -56,6 +56,8 @@ class Estimator:
         self._known: dict[int, int] = {}
         self._amounts = np.zeros((1, 2, len(steps_s)))
         self._longest = self._longest_stages()
+        self._layer_s = np.array([kind.rate for kind in types]) * workload.prefix_s[-1] / workload.num_layers
+        self._memory = np.array([kind.degree * (kind.memory_bytes or 1) for kind in types], dtype=float)
 
     def key(self, types: Sequence[int]) -> int:
         """Of a pipeline."""
@@ -109,11 +111,20 @@ class Estimator:
         """``[pipeline, 2, step]``; far below 0 where one is impossible."""
         worst = -2.0 * self.workload.num_micro_batches
         found = np.full((len(pipelines), len(self.steps_s)), worst)
-        places = [place for place, types in enumerate(pipelines) if 0 < len(types) <= MAX_STAGES]
-        for start in range(0, len(places), _BATCH):
-            batch = places[start : start + _BATCH]
+        for batch in _batches(pipelines):
             found[batch] = self._fractions([pipelines[place] for place in batch])
         return np.stack([np.floor(found + RELATIVE_SLACK), found], axis=1)
+
+    def choices(self, pipelines: Sequence[Sequence[int]]) -> tuple[FloatArray, FloatArray]:
+        """``[pipeline, bottleneck]`` longest stages, and sums of stages, inf where one is impossible."""
+        max_s = np.ones((len(pipelines), NUM_BOTTLENECKS))
+        sum_s = np.full_like(max_s, np.inf)
+        for batch in _batches(pipelines):
+            found = self._divide([pipelines[place] for place in batch])
+            size = found.max_s.shape[1]
+            max_s[batch, :size] = found.max_s
+            sum_s[batch, :size] = np.where(found.is_legal, found.sum_s, np.inf)
+        return max_s, sum_s
 
     def _fractions(self, pipelines: Sequence[Sequence[int]]) -> FloatArray:
         """``[pipeline, step]``."""
@@ -127,41 +138,53 @@ class Estimator:
         return np.asarray(np.where(fractions < 1, impossible, np.minimum(fractions, number)))
 
     def _divide(self, pipelines: Sequence[Sequence[int]]) -> _Divisions:
-        """From the fastest group to the slowest, each takes what it can, but leaves one layer for each."""
+        """For each bottleneck the shortest pipeline."""
         num_layers = self.workload.num_layers
         length = max(map(len, pipelines))
         ids = np.array([[-1] * (length - len(pipeline)) + list(pipeline) for pipeline in pipelines])
-        is_stage = ids >= 0
-        numbers = is_stage.sum(axis=1)
-        layer_s = np.array([kind.rate for kind in self.types]) * self.workload.prefix_s[-1] / num_layers
-        pace_s = np.where(is_stage, layer_s[ids], _NEVER_S)
-        behind = length - np.arange(length)
-        is_first, is_last = behind == numbers[:, None], behind == 1
-        longest = np.where(is_stage, self._longest[ids, behind, is_first + 2 * is_last], 0)
+        numbers = (ids >= 0).sum(axis=1)
+        pace_s = np.where(ids >= 0, self._layer_s[ids], _NEVER_S)
+        longest = np.where(ids >= 0, self._longest[ids, 1].max(axis=2), 0)
         bottlenecks_s = self._bottlenecks_s(pace_s, longest)
         order = np.argsort(pace_s, axis=1, kind="stable")
-        pace_s, longest = np.take_along_axis(pace_s, order, 1), np.take_along_axis(longest, order, 1)
-        most = np.floor(bottlenecks_s[:, :, None] / pace_s[:, None, :] + 1e-9)
-        np.minimum(most, longest[:, None, :], out=most)
+        pace_s, ids, longest = (np.take_along_axis(of, order, 1)[:, None, :] for of in (pace_s, ids, longest))
+        most = np.minimum(np.floor(bottlenecks_s[:, :, None] / pace_s + 1e-9), longest)
+        # Groups with few layers for their memory have room for many micro-batches in flight.
+        density = np.where(ids >= 0, self._filled(most, numbers) / self._memory[ids], -1.0)
+        places = np.argsort(density, axis=2, kind="stable")
+        behind = np.empty_like(places)
+        np.put_along_axis(behind, places, np.broadcast_to(length - np.arange(length), places.shape), axis=2)
+        layers = self._filled(np.minimum(most, self._fitting(ids, behind, numbers[:, None, None])), numbers)
+        is_legal = (layers.sum(axis=2) == num_layers) & ((layers > 0).sum(axis=2) == numbers[:, None])
+        times_s = layers * np.where(pace_s < _NEVER_S, pace_s, 0.0)
+        sum_s = times_s.sum(axis=2) + self.workload.message_s * (numbers - 1)[:, None]
+        max_s = np.maximum(times_s.max(axis=2), 1 / _NEVER_S)
+        stages = np.take_along_axis(np.broadcast_to(order[:, None, :], places.shape), places, 2)
+        return _Divisions(stages, np.take_along_axis(layers, places, 2), is_legal, max_s, sum_s)
+
+    def _filled(self, most: FloatArray, numbers: IntArray) -> FloatArray:
+        """Layers of each group, the fastest first as many as it can take, but one left for each."""
         least = np.minimum(most, 1)
         extra = most - least
         before = np.cumsum(extra, axis=2) - extra
-        layers = least + np.clip((num_layers - numbers)[:, None, None] - before, 0, extra)
-        is_legal = (layers.sum(axis=2) == num_layers) & (least.sum(axis=2) == numbers[:, None])
-        times_s = layers * np.where(pace_s < _NEVER_S, pace_s, 0.0)[:, None, :]
-        sum_s = times_s.sum(axis=2) + self.workload.message_s * (numbers - 1)[:, None]
-        return _Divisions(order, layers, is_legal, np.maximum(times_s.max(axis=2), 1 / _NEVER_S), sum_s)
+        return least + np.clip((self.workload.num_layers - numbers)[:, None, None] - before, 0, extra)
 
-    def divisions(self, types: Sequence[int]) -> tuple[Options, IntArray]:
-        """Ways to divide the layers over a pipeline, and ``[way, stage]`` numbers of layers."""
+    def _fitting(self, ids: IntArray, behind: IntArray, numbers: IntArray) -> IntArray:
+        """Most layers of groups in stages with so many to the last; 0 for no group."""
+        place = (behind == numbers) + 2 * (behind == 1)
+        return np.where(ids >= 0, self._longest[ids, behind, place], 0)
+
+    def divisions(self, types: Sequence[int]) -> tuple[Options, IntArray, IntArray]:
+        """Ways to divide the layers over a pipeline, and ``[way, stage]`` places in ``types`` and numbers of
+        layers."""
         if len(types) > MAX_STAGES:
-            return Options(np.empty(0), np.empty(0), np.empty(0, np.int64)), np.empty((0, 0), np.int64)
+            nothing = np.empty((0, 0), np.int64)
+            return Options(np.empty(0), np.empty(0), np.empty(0, np.int64)), nothing, nothing
         found = self._divide([types])
         legal = np.flatnonzero(found.is_legal[0])
         limit = np.full(len(legal), self.workload.num_micro_batches)
         options = Options(found.max_s[0, legal], found.sum_s[0, legal], limit)
-        layers = found.layers[0][:, np.argsort(found.order[0])]
-        return options, layers[legal].astype(np.int64)
+        return options, found.stages[0, legal], found.layers[0, legal].astype(np.int64)
 
     def _bottlenecks_s(self, pace_s: FloatArray, longest: IntArray) -> FloatArray:
         """``[pipeline, bottleneck]``: whole layers on one of the groups, about as long as all need."""
@@ -176,4 +199,12 @@ class Estimator:
         lengths = lengths[:, :, None] + np.arange(_NUM_LENGTHS)
         found = np.sort((lengths * finite_s[:, :, None]).reshape(len(pace_s), -1), axis=1)
         is_copy = np.diff(found, axis=1, prepend=0.0) <= RELATIVE_SLACK * found
-        return np.sort(np.where(is_copy, _NEVER_S, found), axis=1)[:, :_NUM_BOTTLENECKS]
+        return np.sort(np.where(is_copy, _NEVER_S, found), axis=1)[:, :NUM_BOTTLENECKS]
+
+
+def _batches(pipelines: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Places of the pipelines that may be possible, those of about as many stages together."""
+    places = [place for place, types in enumerate(pipelines) if 0 < len(types) <= MAX_STAGES]
+    places.sort(key=lambda place: len(pipelines[place]))
+    for start in range(0, len(places), _BATCH):
+        yield places[start : start + _BATCH]

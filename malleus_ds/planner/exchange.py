@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from malleus_ds.planner.dealing import Dealer
 from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.layout import Draft, Slot
 from malleus_ds.planner.micro_batches import FloatArray, IntArray, share_micro_batches
@@ -45,6 +46,7 @@ class Exchange:
     def __init__(self, groups: NodeGroups, estimator: Estimator, deadline_s: float) -> None:
         self._groups, self._estimator, self._deadline_s = groups, estimator, deadline_s
         self._num_pipelines = estimator.num_pipelines
+        self.dealer = Dealer(groups, estimator, deadline_s)
         self._random = np.random.default_rng(0)
 
     def start(self, worths: Sequence[float]) -> State:
@@ -67,17 +69,18 @@ class Exchange:
         if not all(pipelines):
             return None
         ways = [self._estimator.divisions([group.type_id for group in groups]) for groups in pipelines]
-        if not all(len(layers) for _, layers in ways):
+        if not all(len(layers) for _, _, layers in ways):
             return None
-        shares = share_micro_batches([options for options, _ in ways], workload.num_micro_batches)
+        shares = share_micro_batches([options for options, _, _ in ways], workload.num_micro_batches)
         if shares is None:
             return None
         drafted = []
-        for groups, (_, layers), choice, count in zip(
+        for groups, (_, stages, layers), choice, count in zip(
             pipelines, ways, shares.choices, shares.counts, strict=True
         ):
             edges = pairwise(np.cumsum([0, *layers[choice]]).tolist())
-            slots = tuple(Slot(group.type_id, edge) for group, edge in zip(groups, edges, strict=True))
+            ordered = [groups[place].type_id for place in stages[choice]]
+            slots = tuple(map(Slot, ordered, edges))
             drafted.append((slots, count))
         return Draft(tuple(drafted), self._groups.formed(state, movement))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,29 +20,31 @@ from malleus_ds.planner.node_groups import NodeGroups, State
 from malleus_ds.planner.workload import Workload
 
 # Numbers of pipelines tried, as shares of the ideal.
-_SHARES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
-# Of these kept in each round of a few changes; and looked at closer at once.
-_NUM_KEPT = (8, 3)
-_NUM_CHANGES = 8
+_SHARES = (0.35, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
+_NUM_CLIMBED = 2  # Of the starts, those improved before groups are dealt out.
 _NUM_CLOSER = 3
+# Vectors listed when groups are dealt out, see `dealing`: more each time.
+_NUM_VECTORS = (8_000, 24_000, 72_000)
 # Steps judged by, as multiples of the ideal: closer where the best plans are.
 _STEPS = np.concatenate([np.linspace(1.0, 1.12, 40), np.geomspace(1.13, 1.6, 12)])
 _NEAR = 8.0  # Steps that shaking may make up for.
 _FAR = 1.15  # Times the ideal.
+_CLOSE = 0.001  # Relative step that is not worth dealing again.
 _NUM_IDLE = 6  # Shakes without a better plan.
 
 
 @dataclass(slots=True)
 class _Start:
-    """A way to begin: with so many pipelines; value: of the state."""
+    """A way to begin: with so many pipelines. step_s: of the plan of the state, inf where there is none."""
 
     value: float
     number: int
     exchange: Exchange
     state: State
+    step_s: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalSearch:
     """Searches one micro-batch size. most: pipelines possible; relaxed: for prices; deadline_s: on the
     monotonic clock."""
@@ -54,37 +56,45 @@ class LocalSearch:
     most: int
     relaxed: Generated
     deadline_s: float
+    _starts: list[_Start] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts = sorted(self._beginnings(), key=lambda start: (start.value, start.number))
 
     def run(self) -> None:
         """Offer good plans."""
-        starts = list(self._starts())
-        for number in _NUM_KEPT:
-            # All a few changes further; the most promising go on.
-            starts.sort(key=lambda start: (start.value, start.number))
-            for start in starts[:number]:
-                start.state, start.value = start.exchange.climb(start.state, _NUM_CHANGES)
-        starts.sort(key=lambda start: (start.value, start.number))
-        for first in range(0, len(starts), _NUM_CLOSER):
-            batch = starts[first : first + _NUM_CLOSER]
-            for start in batch:
-                if self.candidates.found and self._is_late():
-                    return
-                start.state = self._climb(start.exchange, start.state)
-            if self.candidates.found:
-                self._look_closer([(start.exchange, start.state) for start in batch])
-            if self.candidates.best_s > _FAR * self.relaxed.prices.step_s:
-                return  # Where many short pipelines compete, integer programs do better.
+        for index, start in enumerate(self._starts):
+            if not self.candidates.found or (index < _NUM_CLIMBED and not self._is_late()):
+                start.state, start.step_s = self._climb(start.exchange, start.state)
+        self._deal_all(_NUM_VECTORS[0])
 
     def refine(self) -> None:
-        """Offer better plans near the best."""
-        best = min(self.candidates.found, key=self.candidates.found.__getitem__)
-        if best.micro_batch_size == self.workload.micro_batch_size:
-            steps_s = self.candidates.best_s * _STEPS
-            exchange = self._exchange(len(best.pipelines), steps_s)
-            self._look_closer([(exchange, self._climb(exchange, self.groups.state_of(best)))])
+        """Offer better plans, closer and closer until the time is over."""
+        for num_vectors in _NUM_VECTORS:
+            if not self.candidates.found or self.candidates.best_s > _FAR * self.relaxed.prices.step_s:
+                return  # Where many short pipelines compete, integer programs do better.
+            self._look_closer(sorted(self._starts, key=lambda start: start.step_s)[:_NUM_CLOSER])
+            self._deal_all(num_vectors)
 
-    def _starts(self) -> Iterator[_Start]:
-        """Beginnings by prices, for several numbers of pipelines, and the current plan."""
+    def _deal_all(self, num_vectors: int) -> None:
+        """For each number of pipelines deal the groups out that the best plan has."""
+        for start in self._starts:
+            while self.candidates.found and not self._is_late():
+                limit_s = self.candidates.best_s * (1 - _CLOSE)
+                near = self.groups.state_of(min(self.candidates.found, key=self.candidates.found.__getitem__))
+                state = start.exchange.dealer.deal(near, self.relaxed.prices.step_s, limit_s, num_vectors)
+                if state is None:
+                    break
+                start.state, start.step_s = state, self._offer(start.exchange, state)
+                climbed, _ = start.exchange.climb(state)
+                step_s = self._offer(start.exchange, climbed)
+                if step_s <= start.step_s:
+                    start.state, start.step_s = climbed, step_s
+                if start.step_s > limit_s:
+                    break
+
+    def _beginnings(self) -> Iterator[_Start]:
+        """By prices, for several numbers of pipelines, and the current plan."""
         steps_s = self.relaxed.prices.step_s * _STEPS
         worths = list(self._worths())
         for number in self._numbers():
@@ -96,14 +106,15 @@ class LocalSearch:
             exchange, state = self._exchange(len(current.pipelines), steps_s), self.groups.state_of(current)
             yield _Start(exchange.value(state), len(current.pipelines), exchange, state)
 
-    def _climb(self, exchange: Exchange, state: State) -> State:
-        """The state of a plan, the first that shaking finds where there is none near."""
+    def _climb(self, exchange: Exchange, state: State) -> tuple[State, float]:
+        """The state of a plan, the first that shaking finds where there is none near, and its step."""
         for _ in range(_NUM_IDLE):
             state, _ = exchange.climb(state)
-            if math.isfinite(self._offer(exchange, state)) or self._is_late():
+            step_s = self._offer(exchange, state)
+            if math.isfinite(step_s) or self._is_late():
                 break
             state = exchange.shaken(state)
-        return state
+        return state, step_s
 
     def _numbers(self) -> list[int]:
         """Around the ideal, and fewer: whole micro-batches leave less choice than the ideal knows."""
@@ -114,24 +125,24 @@ class LocalSearch:
         estimator = Estimator(self.workload, self.groups.types, number, steps_s)
         return Exchange(self.groups, estimator, self.deadline_s)
 
-    def _look_closer(self, starts: Sequence[tuple[Exchange, State]]) -> None:
+    def _look_closer(self, starts: Sequence[_Start]) -> None:
         """Shake and improve in turn, until several shakes in a row gave nothing or the time is over."""
-        best = [exchange.climb(state) for exchange, state in starts]
+        for start in starts:
+            start.state, start.value = start.exchange.climb(start.state)
         num_idle = 0
         while num_idle < _NUM_IDLE:
             num_idle += 1
-            for index, (exchange, _) in enumerate(starts):
+            for start in starts:
                 if self._is_late():
                     return
-                state, value = best[index]
-                if value > min(value for _, value in best) + _NEAR:
+                if start.value > min(other.value for other in starts) + _NEAR:
                     continue
-                shaken, shaken_value = exchange.climb(exchange.shaken(state))
-                if shaken_value < value:
+                shaken, value = start.exchange.climb(start.exchange.shaken(start.state))
+                if value < start.value:
                     num_idle = 0
-                    self._offer(exchange, shaken)
-                if shaken_value <= value:
-                    best[index] = shaken, shaken_value
+                    start.step_s = self._offer(start.exchange, shaken)
+                if value <= start.value:
+                    start.state, start.value = shaken, value
 
     def _offer(self, exchange: Exchange, state: State) -> float:
         """Step time of the plan, inf if it is none."""

@@ -44,7 +44,7 @@ _MAX_NODE = 8
 # bound comes last; left for the last plan's layout.
 _PRICES_SHARE = 0.42
 _BOUND_SHARE = 0.5
-_LOCAL_SHARE = 0.92
+_LOCAL_SHARE = 0.96
 _LAYOUT_SHARE = 0.15
 _GRACE = 0.05
 
@@ -141,25 +141,21 @@ class _SizeSearch:
             self._prove(_BOUND_SHARE)
             ExactSearch(self.workload, classes, self.cluster, candidates, self.most).run()
         elif self.relaxed is not None:
-            is_small = self._has_few_choices()
-            if is_small:
-                self._exchange(self.relaxed)
-            else:
-                self._prove(_BOUND_SHARE)
+            local = self._local(self.relaxed) if self._has_few_choices() else None
+            if local is not None:
+                local.run()
+            self._prove(_BOUND_SHARE if local is None else 1.0)
+            if local is not None:
+                local.refine()
             if time.monotonic() < self._deadline_s(1 - _LAYOUT_SHARE) or not candidates.found:
                 self._large(self.relaxed).run()
-                if is_small and candidates.found and time.monotonic() < self._deadline_s(_LOCAL_SHARE):
-                    self._local(self.relaxed).refine()
+                if local is not None:
+                    local.refine()
 
     def _has_few_choices(self) -> bool:
         """Whether the groupings of every node can be listed, and changes of a plan tried one by one."""
         largest = max(node.num_devices for node in self.cluster.classes)
         return self.cluster.num_devices <= _MAX_EXCHANGED and largest <= _MAX_NODE
-
-    def _exchange(self, relaxed: Generated) -> None:
-        """Search a few nodes, where the bound comes last."""
-        self._local(relaxed).run()
-        self._prove(1.0)
 
     def _local(self, relaxed: Generated) -> LocalSearch:
         groups, deadline_s = NodeGroups.of(self.workload.request), self._deadline_s(_LOCAL_SHARE)
