@@ -45,7 +45,7 @@ class Dealer:
         near: whose groups are looked at, and some more; most_rows: vectors listed.
         """
         kinds = sorted(kinds_near(self.groups, near, most_rows), key=lambda kind: kind.most)
-        table = self._table(kinds, high_s)
+        table = self._table(kinds, (low_s, high_s))
         if table is None:
             return None
         formed = list(_formed(table, [vectors_of(ways, kinds) for ways in self.groups.ways]))
@@ -64,14 +64,14 @@ class Dealer:
             tried_s = (low_s + high_s) / 2
         return self._state(kinds, formed, best[1], list(best[0].parts(number, best[1])))
 
-    def _table(self, kinds: Sequence[Kind], step_s: float) -> _Table | None:
+    def _table(self, kinds: Sequence[Kind], steps_s: tuple[float, float]) -> _Table | None:
         """None if there is no time for it."""
         shape = tuple(kind.most + 1 for kind in kinds)
         vectors = np.indices(shape).reshape(len(shape), -1).T
         slowest = [kind.types[-1] for kind in kinds]
         max_s = np.ones((len(vectors), NUM_BOTTLENECKS))
         sum_s = np.full_like(max_s, np.inf)
-        wanted = self._likely(vectors, slowest, step_s)
+        wanted = self._likely(vectors, slowest, steps_s)
         keys = (vectors[wanted].astype(np.uint64) * self.estimator.keys[slowest]).sum(axis=1, dtype=np.uint64)
         rows = dict(zip(keys.tolist(), wanted.tolist(), strict=True))
         new = [(key, row) for key, row in rows.items() if key not in self._known]
@@ -89,14 +89,17 @@ class Dealer:
             max_s[row], sum_s[row] = self._known[key]
         return _Table(shape, vectors, max_s, sum_s)
 
-    def _likely(self, vectors: IntArray, types: Sequence[int], step_s: float) -> IntArray:
-        """Rows of pipelines that take neither far less nor far more micro-batches than others."""
+    def _likely(self, vectors: IntArray, types: Sequence[int], steps_s: tuple[float, float]) -> IntArray:
+        """Rows of pipelines that take neither far less nor far more micro-batches than others.
+
+        steps_s: least and most.
+        """
         workload, number = self.estimator.workload, self.estimator.num_pipelines
         speeds = np.array([1 / self.groups.types[type_id].rate for type_id in types])
-        ideal = vectors @ speeds * (step_s / workload.prefix_s[-1])  # Without fill.
+        passes = vectors @ speeds / workload.prefix_s[-1]  # Of all layers per second, without fill.
         share = workload.num_micro_batches / number
         least, most = (_LEAST_SHARE, _MOST_SHARE) if number > 1 else (0.0, np.inf)
-        return np.flatnonzero((ideal >= least * share) & (ideal <= most * share))
+        return np.flatnonzero((passes * steps_s[1] >= least * share) & (passes * steps_s[0] <= most * share))
 
     def _state(
         self, kinds: Sequence[Kind], formed: Sequence[_Formed], total: _Vector, parts: Sequence[_Vector]
