@@ -63,10 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--long",
         type=int,
-        default=0,
+        default=20,
         metavar="N",
-        help=f"clusters of 8192 that are also planned with {LONGER} times the time, up to 20 minutes each "
-        f"(default: %(default)s; the smaller ones always are)",
+        help=f"clusters of 8192 that are also planned with {LONGER} times the time: most searches end by "
+        f"themselves within a minute, but each may take 16 (default: %(default)s; the smaller ones always are)",
     )
     add("--model", default="70b", help="published model of the part scale (default: %(default)s)")
     add("--reference-limit", type=float, default=20.0, help="s, in the part reference (default: %(default)s)")
