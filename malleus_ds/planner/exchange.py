@@ -41,7 +41,10 @@ class Moves:
 
 
 class Exchange:
-    """For plans with ``num_pipelines`` pipelines; deadline_s: on the monotonic clock."""
+    """For plans with ``num_pipelines`` pipelines; deadline_s: on the monotonic clock.
+
+    dealer: for the same plans.
+    """
 
     def __init__(self, groups: NodeGroups, estimator: Estimator, deadline_s: float) -> None:
         self._groups, self._estimator, self._deadline_s = groups, estimator, deadline_s
@@ -99,17 +102,16 @@ class Exchange:
     def judge(self, state: State) -> Judge:
         return Judge(self._estimator, state)
 
-    def climb(self, state: State, most: int | None = None) -> tuple[State, float]:
-        """The best state by changes that each help, at most so many, and its value."""
-        judge, node, num_tried, num_left = self.judge(state), 0, 0, most
-        while num_tried < len(state) and num_left != 0 and not self._is_late():
+    def climb(self, state: State) -> tuple[State, float]:
+        """The best state by changes that each help, and its value."""
+        judge, node, num_tried = self.judge(state), 0, 0
+        while num_tried < len(state) and not self._is_late():
             after = judge.best_move() if num_tried == 0 else None
             if after is None:
                 after = judge.best_regrouping(node, self._groups.ways[node])
                 node, num_tried = (node + 1) % len(state), num_tried + 1
             if after is not None:
                 judge, num_tried = self.judge(after), 0
-                num_left = None if num_left is None else num_left - 1
         return judge.state, judge.value
 
     def shaken(self, state: State) -> State:

@@ -10,22 +10,41 @@ from itertools import pairwise
 
 from malleus_ds.planner.node_groups import STANDBY, NodeGroups, State, Way
 
-# More of a kind than the state has, by whether its groups are whole nodes.
-_MORE = (2, 1)
+# More of a kind than the state has.
+_MORE, _MORE_LARGEST = 2, 1
 # What a group that the state does not have is worth, as a share of its speed.
 _SPARE = 0.25
+# How many groups of each kind.
+Vector = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Types that count as one, as slow as the slowest of them.
 
-    types: the slowest last; most: groups looked at; used: those of the state, and a share of the others.
+    types: the slowest last; have: groups of the state; capacity: that the nodes can form; is_largest: of the
+    largest degree.
     """
 
     types: tuple[int, ...]
-    most: int
-    used: float
+    have: int
+    capacity: int
+    is_largest: bool
+
+    @property
+    def most(self) -> int:
+        """Groups looked at."""
+        return min(self.capacity, self.have + (_MORE_LARGEST if self.is_largest else _MORE))
+
+    @property
+    def used(self) -> float:
+        """Groups of the state, and a share of the others."""
+        return self.have + _SPARE * (self.most - self.have)
+
+    def with_slower(self, other: Kind) -> Kind:
+        """Both as one."""
+        types, have = self.types + other.types, self.have + other.have
+        return Kind(types, have, self.capacity + other.capacity, self.is_largest)
 
 
 def kinds_near(groups: NodeGroups, state: State, most_rows: int) -> list[Kind]:
@@ -34,14 +53,13 @@ def kinds_near(groups: NodeGroups, state: State, most_rows: int) -> list[Kind]:
     Types are merged with slower ones or dropped, those first that cost the least speed for what they save.
     """
     have = Counter(group.type_id for node in state for group in node if group.owner != STANDBY)
-    capacity = _capacity(groups)
     largest = max(kind.degree for kind in groups.types)
     good = _good_types(groups)
-    kinds = []
-    for type_id, most in capacity.items():
-        count = min(most, have[type_id] + _MORE[groups.types[type_id].degree == largest])
-        if have[type_id] or type_id in good:
-            kinds.append(Kind((type_id,), count, have[type_id] + _SPARE * (count - have[type_id])))
+    kinds = [
+        Kind((type_id,), have[type_id], capacity, groups.types[type_id].degree == largest)
+        for type_id, capacity in _capacity(groups).items()
+        if have[type_id] or type_id in good
+    ]
     kinds.sort(key=lambda kind: _order(groups, kind))
     while len(kinds) > 1 and math.prod(kind.most + 1 for kind in kinds) > most_rows:
         _shorten(groups, kinds)
@@ -86,20 +104,18 @@ def _shorten(groups: NodeGroups, kinds: list[Kind]) -> None:
     ]
     for place, (fast, slow) in enumerate(pairwise(kinds)):
         if _order(groups, fast)[:2] == _order(groups, slow)[:2]:
-            saved = math.log((fast.most + 1) * (slow.most + 1) / (fast.most + slow.most + 1))
+            saved = math.log((fast.most + 1) * (slow.most + 1) / (fast.with_slower(slow).most + 1))
             choices.append((fast.used * (speeds[place] - speeds[place + 1]) / saved, place, True))
     _, place, is_merge = min(choices)
+    other = kinds.pop(place + is_merge)
     if is_merge:
-        fast, slow = kinds[place], kinds.pop(place + 1)
-        kinds[place] = Kind((*fast.types, *slow.types), fast.most + slow.most, fast.used + slow.used)
-    else:
-        del kinds[place]
+        kinds[place] = kinds[place].with_slower(other)
 
 
-def vectors_of(ways: Sequence[Way], kinds: Sequence[Kind]) -> dict[tuple[int, ...], Way]:
+def vectors_of(ways: Sequence[Way], kinds: Sequence[Kind]) -> dict[Vector, Way]:
     """Numbers of groups of each kind that a node can form, without those that others exceed."""
     places = {type_id: place for place, kind in enumerate(kinds) for type_id in kind.types}
-    found: dict[tuple[int, ...], Way] = {}
+    found: dict[Vector, Way] = {}
     for way in ways:
         counts = Counter(places[type_id] for type_id, _ in way if type_id in places)
         found.setdefault(tuple(min(counts[place], kind.most) for place, kind in enumerate(kinds)), way)

@@ -1,4 +1,4 @@
-"""Clusters of a few nodes: exchanges between pipelines, for each number of pipelines (`exchange`)."""
+"""Clusters of a few nodes: groups dealt out to pipelines (`dealing`), and exchanged (`exchange`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from malleus_ds.plan import ParallelPlan
 from malleus_ds.planner.candidates import Candidates
+from malleus_ds.planner.deck import Deck
 from malleus_ds.planner.drafts import Realiser
 from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.exchange import Exchange
@@ -62,27 +64,42 @@ class LocalSearch:
         self._starts = sorted(self._beginnings(), key=lambda start: (start.value, start.number))
 
     def run(self) -> None:
-        """Offer good plans."""
+        """Offer first plans."""
         for index, start in enumerate(self._starts):
             if not self.candidates.found or (index < _NUM_CLIMBED and not self._is_late()):
                 start.state, start.step_s = self._climb(start.exchange, start.state)
-        self._deal_all(_NUM_VECTORS[0])
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
         for num_vectors in _NUM_VECTORS:
+            self._deal_all(num_vectors)
             if not self.candidates.found or self.candidates.best_s > _FAR * self.relaxed.prices.step_s:
                 return  # Where many short pipelines compete, integer programs do better.
+            self._adopt()
             self._look_closer(sorted(self._starts, key=lambda start: start.step_s)[:_NUM_CLOSER])
-            self._deal_all(num_vectors)
+
+    def _best(self) -> ParallelPlan:
+        return min(self.candidates.found, key=self.candidates.found.__getitem__)
+
+    def _adopt(self) -> None:
+        """Go on from the best plan, whatever found it."""
+        best, step_s = self._best(), self.candidates.best_s
+        if best.micro_batch_size != self.workload.micro_batch_size:
+            return
+        for start in self._starts:
+            if start.number == len(best.pipelines) and step_s < start.step_s:
+                start.state, start.step_s = self.groups.state_of(best), step_s
 
     def _deal_all(self, num_vectors: int) -> None:
         """For each number of pipelines deal the groups out that the best plan has."""
+        near = deck = None
         for start in self._starts:
             while self.candidates.found and not self._is_late():
                 limit_s = self.candidates.best_s * (1 - _CLOSE)
-                near = self.groups.state_of(min(self.candidates.found, key=self.candidates.found.__getitem__))
-                state = start.exchange.dealer.deal(near, self.relaxed.prices.step_s, limit_s, num_vectors)
+                if deck is None or near is not self._best():
+                    near = self._best()
+                    deck = Deck.near(self.groups, self.groups.state_of(near), num_vectors)
+                state = start.exchange.dealer.deal(deck, self.relaxed.prices.step_s, limit_s)
                 if state is None:
                     break
                 start.state, start.step_s = state, self._offer(start.exchange, state)

@@ -3,8 +3,8 @@
 1. The current plan, and its pipelines with other layers and data: at once a bound on the step time.
 2. Small clusters: all multisets of devices are solved as pipelines (`catalogue`) and the best disjoint ones
    are picked (`grouping`): exact where updates take no time. Others: good pipelines and a bound by column
-   generation (`generation`); a few nodes: exchanges between pipelines (`local_search`); many, or time left:
-   integer programs (`large`, `arcs`, `selection`).
+   generation (`generation`); a few nodes: groups dealt out to pipelines and exchanged (`local_search`);
+   many, or time left: integer programs (`large`, `arcs`, `selection`).
 3. Among plans within 1 % of the best step, the one that moves least is chosen (`movement`, `layout`,
    `drafts`).
 
@@ -40,10 +40,11 @@ _MAX_POLISHED = 16
 # Devices up to which exchanges find better plans than integer programs.
 _MAX_EXCHANGED = 128
 _MAX_NODE = 8
-# Of the time limit, when the prices end, the bound of large clusters, and the search of small ones, whose
-# bound comes last; left for the last plan's layout.
+# Of the time limit, when the prices end, the bound of many nodes, that of a few, and the search of a few; left
+# for the last plan's layout.
 _PRICES_SHARE = 0.42
 _BOUND_SHARE = 0.5
+_LOCAL_BOUND_SHARE = 0.8
 _LOCAL_SHARE = 0.96
 _LAYOUT_SHARE = 0.15
 _GRACE = 0.05
@@ -144,7 +145,7 @@ class _SizeSearch:
             local = self._local(self.relaxed) if self._has_few_choices() else None
             if local is not None:
                 local.run()
-            self._prove(_BOUND_SHARE if local is None else 1.0)
+            self._prove(_BOUND_SHARE if local is None else _LOCAL_BOUND_SHARE)
             if local is not None:
                 local.refine()
             if time.monotonic() < self._deadline_s(1 - _LAYOUT_SHARE) or not candidates.found:

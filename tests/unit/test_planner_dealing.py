@@ -15,6 +15,7 @@ from planner_cases import random_cluster
 from malleus_ds.planner import PlanRequest, make_plan
 from malleus_ds.planner.checker import check_answer
 from malleus_ds.planner.dealing import Dealer
+from malleus_ds.planner.deck import Deck
 from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.kinds import kinds_near, vectors_of
 from malleus_ds.planner.micro_batches import Options, share_micro_batches
@@ -88,12 +89,13 @@ def test_no_other_way_to_deal_is_better(seed: int) -> None:
     most = {kind.types[0]: kind.most for kind in kinds}
     assert len(most) == sum(len(kind.types) for kind in kinds) >= 4
     best_s = min(step_s(dealer, pair) for pair in all_pairs(dealer.groups, most))
-    state = dealer.deal(near, 0.5 * best_s, 3 * best_s, most_rows=10**6)
+    deck = Deck.near(dealer.groups, near, 10**6)
+    state = dealer.deal(deck, 0.5 * best_s, 3 * best_s)
     assert state is not None
     for node, ways in zip(state, dealer.groups.ways, strict=True):
         assert tuple((group.type_id, group.ranks) for group in node) in ways
     assert best_s <= step_s(dealer, types_of(state, 2)) <= best_s * (1 + CLOSE)
-    assert dealer.deal(near, 0.5 * best_s, best_s * (1 - CLOSE), most_rows=10**6) is None
+    assert dealer.deal(deck, 0.5 * best_s, best_s * (1 - CLOSE)) is None
 
 
 @pytest.mark.parametrize("most_rows", [300, 3000])
@@ -113,7 +115,7 @@ def test_kinds_are_few_and_promise_no_more_than_their_types(most_rows: int) -> N
         for counts, way in vectors_of(ways, kinds).items():
             for kind, count in zip(kinds, counts, strict=True):
                 assert count <= sum(type_id in kind.types for type_id, _ in way)
-    state = dealer.deal(near, 1.0, 1e9, most_rows)
+    state = dealer.deal(Deck.near(groups, near, most_rows), 1.0, 1e9)
     assert state is not None
     for node, ways in zip(state, groups.ways, strict=True):
         assert tuple((group.type_id, group.ranks) for group in node) in ways
