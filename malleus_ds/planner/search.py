@@ -40,8 +40,8 @@ _MAX_POLISHED = 16
 # Devices up to which exchanges find better plans than integer programs.
 _MAX_EXCHANGED = 128
 _MAX_NODE = 8
-# Of the time limit, when the prices end, the bound of many nodes, that of a few, and the search of a few; left
-# for the last plan's layout.
+# Of the time limit, when the prices end, the bound of many nodes, that of a few, and the search of these;
+# left for the last plan's layout.
 _PRICES_SHARE = 0.42
 _BOUND_SHARE = 0.5
 _LOCAL_BOUND_SHARE = 0.8
