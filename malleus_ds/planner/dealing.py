@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from malleus_ds.planner.deck import Deck, from_vector, up_to_rest
-from malleus_ds.planner.estimate import NUM_BOTTLENECKS, Estimator
+from malleus_ds.planner.division import NUM_BOTTLENECKS
+from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.kinds import Vector
 from malleus_ds.planner.micro_batches import RELATIVE_SLACK, FloatArray, IntArray
 from malleus_ds.planner.node_groups import NodeGroups, State
@@ -77,7 +78,7 @@ class Dealer:
                 sorted(type_id for type_id, count in zip(slowest, vector, strict=True) for _ in range(count))
                 for vector in numbers[batch].tolist()
             ]
-            found = zip(*self.estimator.choices(pipelines), strict=True)
+            found = zip(*self.estimator.divider.choices(pipelines), strict=True)
             self._known.update(zip(map(keys.__getitem__, batch), found, strict=True))
         for row, key in zip(wanted.tolist(), keys, strict=True):
             max_s[row], sum_s[row] = self._known[key]

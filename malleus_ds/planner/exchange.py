@@ -71,7 +71,7 @@ class Exchange:
         workload, pipelines = self._estimator.workload, self.pipelines(state)
         if not all(pipelines):
             return None
-        ways = [self._estimator.divisions([group.type_id for group in groups]) for groups in pipelines]
+        ways = [self._estimator.divider.options([group.type_id for group in groups]) for groups in pipelines]
         if not all(len(layers) for _, _, layers in ways):
             return None
         shares = share_micro_batches([options for options, _, _ in ways], workload.num_micro_batches)

@@ -51,7 +51,7 @@ def step_s(dealer: Dealer, pipelines: list[list[int]]) -> float:
     if not all(pipelines):
         return math.inf
     number = dealer.estimator.workload.num_micro_batches
-    max_s, sum_s = dealer.estimator.choices([sorted(types) for types in pipelines])
+    max_s, sum_s = dealer.estimator.divider.choices([sorted(types) for types in pipelines])
     limit = np.full(max_s.shape[1], number)
     shares = share_micro_batches([Options(*row, limit) for row in zip(max_s, sum_s, strict=True)], number)
     return math.inf if shares is None else shares.step_s
@@ -166,7 +166,7 @@ def test_estimates_are_close_to_the_best_order_and_never_above() -> None:
         if not 1.8 < speed < 3.0:
             continue
         limit_s = 16.1
-        max_s, sum_s = dealer.estimator.choices([types])
+        max_s, sum_s = dealer.estimator.divider.choices([types])
         estimate = float(((limit_s - sum_s) / max_s + 1).max())
         best = best_amount(dealer, types, limit_s)
         assert estimate <= best * (1 + 1e-9)
