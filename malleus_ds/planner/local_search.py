@@ -17,7 +17,6 @@ from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.exchange import Exchange
 from malleus_ds.planner.generation import Generated
 from malleus_ds.planner.groups import Cluster
-from malleus_ds.planner.micro_batches import FloatArray
 from malleus_ds.planner.node_groups import NodeGroups, State
 from malleus_ds.planner.workload import Workload
 
@@ -25,8 +24,9 @@ from malleus_ds.planner.workload import Workload
 _SHARES = (0.35, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 _NUM_CLIMBED = 2  # Of the starts, those improved before groups are dealt out.
 _NUM_CLOSER = 3
-# Vectors listed when groups are dealt out, see `dealing`: more each time.
+# Vectors listed when the groups of 64 devices are dealt out, see `dealing`: more each time.
 _NUM_VECTORS = (8_000, 24_000, 72_000)
+_NUM_DEVICES = 64
 # Steps judged by, as multiples of the ideal: closer where the best plans are.
 _STEPS = np.concatenate([np.linspace(1.0, 1.12, 40), np.geomspace(1.13, 1.6, 12)])
 _NEAR = 8.0  # Steps that shaking may make up for.
@@ -65,82 +65,108 @@ class LocalSearch:
 
     def run(self) -> None:
         """Offer first plans."""
-        for index, start in enumerate(self._starts):
-            if not self.candidates.found or (index < _NUM_CLIMBED and not self._is_late()):
-                start.state, start.step_s = self._climb(start.exchange, start.state)
+        for start in self._starts[:_NUM_CLIMBED]:
+            self._climb(start, start.state)
+        for start in self._starts:
+            if not self.candidates.found:
+                self._find(start)
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
         for num_vectors in _NUM_VECTORS:
-            self._deal_all(num_vectors)
-            if not self.candidates.found or self.candidates.best_s > _FAR * self.relaxed.prices.step_s:
-                return  # Where many short pipelines compete, integer programs do better.
+            if not self.candidates.found:
+                return
             self._adopt()
+            self._deal_all(self._scaled(num_vectors))
+            if num_vectors > _NUM_VECTORS[0] or self._is_far():
+                for start in self._starts:
+                    self._find(start)
             self._look_closer(sorted(self._starts, key=lambda start: start.step_s)[:_NUM_CLOSER])
+            if self._is_far():
+                return  # Where many short pipelines compete, integer programs do better.
+
+    def _scaled(self, num_vectors: int) -> int:
+        """With twice the devices there are twice as many groups of each kind."""
+        return round(num_vectors * max(1.0, self.cluster.num_devices / _NUM_DEVICES) ** 2)
+
+    def _is_far(self) -> bool:
+        """Whether the ideal is far."""
+        return self.candidates.best_s > _FAR * self.relaxed.prices.step_s
+
+    def _find(self, start: _Start) -> None:
+        """A first plan with so many pipelines, whatever it takes."""
+        if math.isinf(start.step_s) and not self._is_late():
+            deck = Deck.near(self.groups, start.state, self._scaled(_NUM_VECTORS[0]))
+            self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
+        for _ in range(_NUM_IDLE):
+            if math.isfinite(start.step_s) or self._is_late():
+                return
+            self._climb(start, start.exchange.shaken(start.state))
 
     def _best(self) -> ParallelPlan:
         return min(self.candidates.found, key=self.candidates.found.__getitem__)
 
     def _adopt(self) -> None:
         """Go on from the best plan, whatever found it."""
-        best, step_s = self._best(), self.candidates.best_s
+        best = self._best()
         if best.micro_batch_size != self.workload.micro_batch_size:
             return
+        number = len(best.pipelines)
+        if all(start.number != number for start in self._starts):
+            self._starts.append(self._start(number, self.groups.state_of(best)))
         for start in self._starts:
-            if start.number == len(best.pipelines) and step_s < start.step_s:
-                start.state, start.step_s = self.groups.state_of(best), step_s
+            if start.number == number and self.candidates.best_s < start.step_s and not self._is_late():
+                self._climb(start, self.groups.state_of(best))
 
     def _deal_all(self, num_vectors: int) -> None:
-        """For each number of pipelines deal the groups out that the best plan has."""
+        """For each number of pipelines deal the groups out that the best plan has, while that helps."""
         near = deck = None
         for start in self._starts:
-            while self.candidates.found and not self._is_late():
+            while not self._is_late():
                 limit_s = self.candidates.best_s * (1 - _CLOSE)
                 if deck is None or near is not self._best():
                     near = self._best()
                     deck = Deck.near(self.groups, self.groups.state_of(near), num_vectors)
-                state = start.exchange.dealer.deal(deck, self.relaxed.prices.step_s, limit_s)
-                if state is None:
+                self._deal(start, deck, limit_s)
+                if self.candidates.best_s > limit_s:
                     break
-                start.state, start.step_s = state, self._offer(start.exchange, state)
-                climbed, _ = start.exchange.climb(state)
-                step_s = self._offer(start.exchange, climbed)
-                if step_s <= start.step_s:
-                    start.state, start.step_s = climbed, step_s
-                if start.step_s > limit_s:
-                    break
+
+    def _deal(self, start: _Start, deck: Deck, limit_s: float) -> None:
+        state = start.exchange.dealer.deal(deck, self.relaxed.prices.step_s, limit_s)
+        if state is not None:
+            self._take(start, state)
+            self._climb(start, state)
+
+    def _climb(self, start: _Start, state: State) -> None:
+        self._take(start, start.exchange.climb(state)[0])
+
+    def _take(self, start: _Start, state: State) -> None:
+        """Offer a state, and go on from there if it is as good."""
+        step_s = self._offer(start.exchange, state)
+        if step_s <= start.step_s:
+            start.state, start.step_s = state, step_s
 
     def _beginnings(self) -> Iterator[_Start]:
         """By prices, for several numbers of pipelines, and the current plan."""
-        steps_s = self.relaxed.prices.step_s * _STEPS
         worths = list(self._worths())
         for number in self._numbers():
-            exchange = self._exchange(number, steps_s)
-            state = exchange.start(worths)
-            yield _Start(exchange.value(state), number, exchange, state)
+            yield self._start(number, worths)
         current = self.workload.request.current
         if current is not None and len(current.pipelines) <= self.most:
-            exchange, state = self._exchange(len(current.pipelines), steps_s), self.groups.state_of(current)
-            yield _Start(exchange.value(state), len(current.pipelines), exchange, state)
+            yield self._start(len(current.pipelines), self.groups.state_of(current))
 
-    def _climb(self, exchange: Exchange, state: State) -> tuple[State, float]:
-        """The state of a plan, the first that shaking finds where there is none near, and its step."""
-        for _ in range(_NUM_IDLE):
-            state, _ = exchange.climb(state)
-            step_s = self._offer(exchange, state)
-            if math.isfinite(step_s) or self._is_late():
-                break
-            state = exchange.shaken(state)
-        return state, step_s
+    def _start(self, number: int, near: State | list[float]) -> _Start:
+        """near: a state, or what types of groups are worth."""
+        steps_s = self.relaxed.prices.step_s * _STEPS
+        estimator = Estimator(self.workload, self.groups.types, number, steps_s)
+        exchange = Exchange(self.groups, estimator, self.deadline_s)
+        state = exchange.start(near) if isinstance(near, list) else near
+        return _Start(exchange.value(state), number, exchange, state)
 
     def _numbers(self) -> list[int]:
         """Around the ideal, and fewer: whole micro-batches leave less choice than the ideal knows."""
         ideal = max(self.relaxed.num_pipelines, 1.0)
         return sorted({min(max(round(share * ideal), 1), self.most) for share in _SHARES})
-
-    def _exchange(self, number: int, steps_s: FloatArray) -> Exchange:
-        estimator = Estimator(self.workload, self.groups.types, number, steps_s)
-        return Exchange(self.groups, estimator, self.deadline_s)
 
     def _look_closer(self, starts: Sequence[_Start]) -> None:
         """Shake and improve in turn, until several shakes in a row gave nothing or the time is over."""
