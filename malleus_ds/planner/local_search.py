@@ -22,7 +22,6 @@ from malleus_ds.planner.workload import Workload
 
 # Numbers of pipelines tried, as shares of the ideal.
 _SHARES = (0.35, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
-_NUM_CLIMBED = 2  # Of the starts, those improved before groups are dealt out.
 _NUM_CLOSER = 3
 # Vectors listed when the groups of 64 devices are dealt out, see `dealing`: more each time.
 _NUM_VECTORS = (8_000, 24_000, 72_000)
@@ -61,15 +60,18 @@ class LocalSearch:
     _starts: list[_Start] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._starts = sorted(self._beginnings(), key=lambda start: (start.value, start.number))
+        ideal = max(self.relaxed.num_pipelines, 1.0)
+        self._starts = sorted(
+            self._beginnings(), key=lambda start: (start.value, abs(math.log(start.number / ideal)))
+        )
 
     def run(self) -> None:
         """Offer first plans."""
-        for start in self._starts[:_NUM_CLIMBED]:
-            self._climb(start, start.state)
         for start in self._starts:
             if not self.candidates.found:
                 self._find(start)
+        if self.candidates.found and self._is_far():
+            self._deal_all(self._scaled(_NUM_VECTORS[0]))
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
@@ -98,10 +100,10 @@ class LocalSearch:
         if math.isinf(start.step_s) and not self._is_late():
             deck = Deck.near(self.groups, start.state, self._scaled(_NUM_VECTORS[0]))
             self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
-        for _ in range(_NUM_IDLE):
-            if math.isfinite(start.step_s) or self._is_late():
+        for number in range(_NUM_IDLE):
+            if math.isfinite(start.step_s) or (number and self._is_late()):
                 return
-            self._climb(start, start.exchange.shaken(start.state))
+            self._climb(start, start.exchange.shaken(start.state) if number else start.state)
 
     def _best(self) -> ParallelPlan:
         return min(self.candidates.found, key=self.candidates.found.__getitem__)
