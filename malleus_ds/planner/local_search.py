@@ -32,6 +32,7 @@ _NEAR = 8.0  # Steps that shaking may make up for.
 _FAR = 1.15  # Times the ideal.
 _CLOSE = 0.001  # Relative step that is not worth dealing again.
 _NUM_IDLE = 6  # Shakes without a better plan.
+_NUM_DEALT = 2  # Times that groups are dealt out for a first plan.
 
 
 @dataclass(slots=True)
@@ -61,8 +62,10 @@ class LocalSearch:
 
     def __post_init__(self) -> None:
         ideal = max(self.relaxed.num_pipelines, 1.0)
+        hopeless = len(_STEPS) - 1.0
         self._starts = sorted(
-            self._beginnings(), key=lambda start: (start.value, abs(math.log(start.number / ideal)))
+            self._beginnings(),
+            key=lambda start: (min(start.value, hopeless), abs(math.log(start.number / ideal))),
         )
 
     def run(self) -> None:
@@ -97,13 +100,14 @@ class LocalSearch:
 
     def _find(self, start: _Start) -> None:
         """A first plan with so many pipelines, whatever it takes."""
-        if math.isinf(start.step_s) and not self._is_late():
-            deck = Deck.near(self.groups, start.state, self._scaled(_NUM_VECTORS[0]))
-            self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
         for number in range(_NUM_IDLE):
             if math.isfinite(start.step_s) or (number and self._is_late()):
                 return
-            self._climb(start, start.exchange.shaken(start.state) if number else start.state)
+            if number < _NUM_DEALT:
+                deck = Deck.near(self.groups, start.state, self._scaled(_NUM_VECTORS[0]))
+                self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
+            if math.isinf(start.step_s):
+                self._climb(start, start.exchange.shaken(start.state) if number else start.state)
 
     def _best(self) -> ParallelPlan:
         return min(self.candidates.found, key=self.candidates.found.__getitem__)
