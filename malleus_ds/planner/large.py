@@ -24,12 +24,15 @@ from malleus_ds.planner.groups import Cluster
 from malleus_ds.planner.micro_batches import RELATIVE_SLACK, FloatArray, Options, share_micro_batches
 from malleus_ds.planner.pipelines import Column, PipelineTable
 from malleus_ds.planner.selection import Selection, Selector
+from malleus_ds.planner.whole import WholePipelines
 from malleus_ds.planner.workload import Workload
 
 # Numbers of pipelines up to this are tried one by one.
 _FEW = 8
 _MAX_STAGES = 32
 _MAX_POOL = 400
+_MANY_BOTTLENECKS = 48
+_FIRST_STEP = 1.08  # Times the ideal, without a plan.
 _NUM_BOTTLENECKS = (12, 16, 24, 32)
 _NUM_ARCS = (1500, 2500, 4000, 6000)
 # Step to aim at, as share of the way from the ideal to the best, or to 12 % above the ideal.
@@ -79,24 +82,31 @@ class LargeSearch:
 
     def _improve(self, spans: list[Span]) -> None:
         """Round by round, until no round helps or the time is over."""
-        num_idle = 0
+        for span in spans:
+            if not self._is_late():
+                self._fill(span)
+        spans, num_idle = self._better_half(spans), 0
         for number in range(_MAX_ROUNDS):
             before_s = self.candidates.best_s
             for span in spans:
-                if self._is_late():
-                    return
                 if number and not self.candidates.found:
                     self._build_any(span)
-                self._build(span, number)
-                self._combine(span)
-            if not number and self.candidates.found:
-                # The best half of them is worth the rest of the time.
-                spans.sort(key=self._best_of)
-                spans = spans[: max(1, (len(spans) + 1) // 2)]
+                for improve in (self._build, self._combine):
+                    if self._is_late():
+                        return
+                    improve(span, number)
+            if math.isinf(before_s):
+                spans = self._better_half(spans)
             is_better = self.candidates.best_s < before_s * (1 - _CLOSE)
             num_idle = 0 if is_better else num_idle + 1
             if num_idle >= _MAX_IDLE or self.candidates.best_s <= self.relaxed.prices.step_s * (1 + _CLOSE):
                 return
+
+    def _better_half(self, spans: list[Span]) -> list[Span]:
+        """Those worth the rest of the time, once there is a plan."""
+        if not self.candidates.found:
+            return spans
+        return sorted(spans, key=self._best_of)[: max(1, (len(spans) + 1) // 2)]
 
     def _is_late(self) -> bool:
         """The first plan may take longer."""
@@ -143,6 +153,28 @@ class LargeSearch:
             span.pool.update(dict.fromkeys(selection.columns))
             self._offer(selection, [*span.pool])
 
+    def _fill(self, span: Span) -> None:
+        """Plans of pipelines that waste little by whole micro-batches, of a shorter and shorter step."""
+        low_s = self.relaxed.prices.step_s
+        high_s = min(self.candidates.best_s, _FIRST_STEP * low_s / (1 - _CLOSE))
+        bottlenecks_s = self._bottlenecks_s(span, 0, _MANY_BOTTLENECKS)
+        whole = WholePipelines(self.cluster, span.numbers, span.table, bottlenecks_s, self.deadline_s)
+        whole.add([*span.pool, *span.generated.columns[:_MAX_POOL]])
+        selector = Selector(self.cluster, span.numbers, self.workload.num_micro_batches)
+        step_s = high_s * (1 - _CLOSE)
+        while high_s > low_s * (1 + _CLOSE) and not self._is_late():
+            selection = None
+            if whole.generate(step_s) >= self.workload.num_micro_batches:
+                limit_s = max((self.deadline_s - time.monotonic()) / 4, _LEAST_LIMIT_S)
+                selection = selector.select(list(whole.pool), step_s, limit_s)
+            if selection is None:
+                low_s = step_s
+            else:
+                span.pool.update(dict.fromkeys(selection.columns))
+                self._offer(selection, [*whole.pool])
+                high_s = min(step_s, self.candidates.best_s)
+            step_s = (low_s + high_s) / 2
+
     def _build_any(self, span: Span) -> None:
         """A plan with one bottleneck for all pipelines, the shortest of a few that admits one."""
         even_s = self._even_s(span)
@@ -185,8 +217,8 @@ class LargeSearch:
         room = _ROOMS[number % len(_ROOMS)]
         return np.unique(np.round(np.concatenate(parts), 12)) * (1 + room + RELATIVE_SLACK)
 
-    def _combine(self, span: Span) -> None:
-        """A better plan of whole pipelines that were found, as long as there is one."""
+    def _combine(self, span: Span, number: int) -> None:
+        """A better plan of whole pipelines that were found, as long as there is one, whatever the round."""
         prices = span.generated.prices
         best_s, ideal_s = self.candidates.best_s, prices.step_s
         good = [c for c in span.generated.columns[:_MAX_POOL] if reduced_s(c, prices) < 1.1 * ideal_s]

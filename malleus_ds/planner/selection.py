@@ -168,5 +168,5 @@ def matrix(entries: Sequence[tuple[int, int, float]], shape: tuple[int, int]) ->
     """A sparse matrix of (row, column, value)."""
     from scipy.sparse import csr_matrix
 
-    rows, columns, values = zip(*entries, strict=True)
+    rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
     return csr_matrix((np.array(values, dtype=float), (rows, columns)), shape=shape)
