@@ -1,9 +1,9 @@
 """Clusters of any size: good pipelines by column generation, plans by integer programs.
 
-Plans are looked for by number of pipelines, since memory depends on it. Round by round an integer program
-over the stages of good pipelines (`arcs`) builds a plan, with other bottlenecks and another step to aim at
-each time; a second one (`selection`) combines whole pipelines that were found, and knows their
-micro-batches exactly.
+Plans are looked for by number of pipelines, since memory depends on it. First the step is bisected: pipelines
+that waste little of it by whole micro-batches are generated (`whole`), and an integer program chooses among
+them (`selection`). Then, round by round, another over the stages of good pipelines (`arcs`) builds plans,
+with other bottlenecks and another step to aim at each time, and what was found is combined.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class LargeSearch:
             for span in spans:
                 if number and not self.candidates.found:
                     self._build_any(span)
-                for improve in (self._build, self._combine):
-                    if self._is_late():
-                        return
-                    improve(span, number)
+                if self._is_late():
+                    return
+                self._build(span, number)
+                self._combine(span)
             if math.isinf(before_s):
                 spans = self._better_half(spans)
             is_better = self.candidates.best_s < before_s * (1 - _CLOSE)
@@ -217,8 +217,8 @@ class LargeSearch:
         room = _ROOMS[number % len(_ROOMS)]
         return np.unique(np.round(np.concatenate(parts), 12)) * (1 + room + RELATIVE_SLACK)
 
-    def _combine(self, span: Span, number: int) -> None:
-        """A better plan of whole pipelines that were found, as long as there is one, whatever the round."""
+    def _combine(self, span: Span) -> None:
+        """A better plan of whole pipelines that were found, as long as there is one."""
         prices = span.generated.prices
         best_s, ideal_s = self.candidates.best_s, prices.step_s
         good = [c for c in span.generated.columns[:_MAX_POOL] if reduced_s(c, prices) < 1.1 * ideal_s]

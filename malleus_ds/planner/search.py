@@ -4,7 +4,7 @@
 2. Small clusters: all multisets of devices are solved as pipelines (`catalogue`) and the best disjoint ones
    are picked (`grouping`): exact where updates take no time. Others: good pipelines and a bound by column
    generation (`generation`); a few nodes: groups dealt out to pipelines and exchanged (`local_search`);
-   many, or time left: integer programs (`large`, `arcs`, `selection`).
+   many, or time left: integer programs (`large`, `whole`, `arcs`, `selection`).
 3. Among plans within 1 % of the best step, the one that moves least is chosen (`movement`, `layout`,
    `drafts`).
 
