@@ -65,8 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=20,
         metavar="N",
-        help=f"clusters of 8192 that are also planned with {LONGER} times the time (default: %(default)s; the "
-        f"smaller ones always are): most searches end by themselves within a minute, but each may take 16",
+        help=f"clusters of 8192 that are also planned with {LONGER} times the time (default: %(default)s): "
+        f"most searches end by themselves within a minute, but each may take 16; the smaller ones always are",
     )
     add("--model", default="70b", help="published model of the part scale (default: %(default)s)")
     add("--reference-limit", type=float, default=20.0, help="s, in the part reference (default: %(default)s)")
