@@ -74,15 +74,15 @@ class LocalSearch:
             if not self.candidates.found:
                 self._find(start)
         if self.candidates.found and self._is_far():
-            self._deal_all(self._scaled(_NUM_VECTORS[0]))
+            self._deal_all(_NUM_VECTORS[0])
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
-        for num_vectors in _NUM_VECTORS:
-            if not self.candidates.found:
+        for num_vectors in (*_NUM_VECTORS[:-1], self._scaled(_NUM_VECTORS[-1])):
+            if not self.candidates.found or self._is_late():
                 return
             self._adopt()
-            self._deal_all(self._scaled(num_vectors))
+            self._deal_all(num_vectors)
             if num_vectors > _NUM_VECTORS[0] or self._is_far():
                 for start in self._starts:
                     self._find(start)
@@ -101,10 +101,11 @@ class LocalSearch:
     def _find(self, start: _Start) -> None:
         """A first plan with so many pipelines, whatever it takes."""
         for number in range(_NUM_IDLE):
-            if math.isfinite(start.step_s) or (number and self._is_late()):
+            if math.isfinite(start.step_s) or (self._is_late() and (number or self.candidates.found)):
                 return
             if number < _NUM_DEALT:
-                deck = Deck.near(self.groups, start.state, self._scaled(_NUM_VECTORS[0]))
+                num_vectors = self._scaled(_NUM_VECTORS[0]) if number else _NUM_VECTORS[0]
+                deck = Deck.near(self.groups, start.state, num_vectors)
                 self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
             if math.isinf(start.step_s):
                 self._climb(start, start.exchange.shaken(start.state) if number else start.state)
