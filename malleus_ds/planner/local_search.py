@@ -74,7 +74,7 @@ class LocalSearch:
             if not self.candidates.found:
                 self._find(start)
         if self.candidates.found and self._is_far():
-            self._deal_all(_NUM_VECTORS[0])
+            self._deal_all(_NUM_VECTORS[0], self._likely())
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
@@ -82,8 +82,9 @@ class LocalSearch:
             if not self.candidates.found or self._is_late():
                 return
             self._adopt()
-            self._deal_all(num_vectors)
-            if num_vectors > _NUM_VECTORS[0] or self._is_far():
+            is_first = num_vectors == _NUM_VECTORS[0]
+            self._deal_all(num_vectors, self._likely() if is_first else self._starts)
+            if not is_first or self._is_far():
                 for start in self._starts:
                     self._find(start)
             self._look_closer(sorted(self._starts, key=lambda start: start.step_s)[:_NUM_CLOSER])
@@ -125,10 +126,14 @@ class LocalSearch:
             if start.number == number and self.candidates.best_s < start.step_s and not self._is_late():
                 self._climb(start, self.groups.state_of(best))
 
-    def _deal_all(self, num_vectors: int) -> None:
+    def _likely(self) -> list[_Start]:
+        """Starts with at least half of the ideal number of pipelines."""
+        return [start for start in self._starts if 2 * start.number >= self.relaxed.num_pipelines]
+
+    def _deal_all(self, num_vectors: int, starts: Sequence[_Start]) -> None:
         """For each number of pipelines deal the groups out that the best plan has, while that helps."""
         near = deck = None
-        for start in self._starts:
+        for start in starts:
             while not self._is_late():
                 limit_s = self.candidates.best_s * (1 - _CLOSE)
                 if deck is None or near is not self._best():
@@ -178,7 +183,8 @@ class LocalSearch:
     def _look_closer(self, starts: Sequence[_Start]) -> None:
         """Shake and improve in turn, until several shakes in a row gave nothing or the time is over."""
         for start in starts:
-            start.state, start.value = start.exchange.climb(start.state)
+            self._climb(start, start.state)
+            start.value = start.exchange.value(start.state)
         num_idle = 0
         while num_idle < _NUM_IDLE:
             num_idle += 1
