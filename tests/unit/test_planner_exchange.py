@@ -94,6 +94,7 @@ def test_close_to_the_optimum_of_small_problems() -> None:
         if optimum is not None:
             search = local_search(request)
             search.run()
+            search.refine()
             gaps.append(search.candidates.best_s / check_answer(optimum, request) - 1)
     assert len(gaps) >= 15
     assert np.mean(np.array(gaps) <= 0.01) >= 0.75
