@@ -127,8 +127,8 @@ class LocalSearch:
                 self._climb(start, self.groups.state_of(best))
 
     def _likely(self) -> list[_Start]:
-        """Starts with at least half of the ideal number of pipelines."""
-        return [start for start in self._starts if 2 * start.number >= self.relaxed.num_pipelines]
+        """Starts with at least a third of the ideal number of pipelines."""
+        return [start for start in self._starts if 3 * start.number >= self.relaxed.num_pipelines]
 
     def _deal_all(self, num_vectors: int, starts: Sequence[_Start]) -> None:
         """For each number of pipelines deal the groups out that the best plan has, while that helps."""
