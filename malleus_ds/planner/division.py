@@ -126,15 +126,16 @@ class Divider:
         self, key: FloatArray, most: IntArray, ids: IntArray, numbers: IntArray
     ) -> tuple[IntArray, IntArray]:
         """Stages in order of the key."""
+        places, longest = self._ordered(key, ids, numbers)
+        return places, self._filled(np.minimum(most, longest), numbers)
+
+    def _ordered(self, key: FloatArray, ids: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """``[way, stage]`` places of the groups in order of the key; ``[way, group]`` most layers there."""
         places = np.argsort(key, axis=1, kind="stable")
         behind = np.empty_like(places)
         np.put_along_axis(behind, places, np.arange(key.shape[1], 0, -1)[None, :], axis=1)
-        return places, self._filled(np.minimum(most, self._fitting(ids, behind, numbers)), numbers)
-
-    def _fitting(self, ids: IntArray, behind: IntArray, numbers: IntArray) -> IntArray:
-        """Most layers of groups in stages with so many to the last."""
         place = (behind == numbers[:, None]) + 2 * (behind == 1)
-        return np.asarray(self._longest[ids, behind, place])
+        return places, np.asarray(self._longest[ids, behind, place])
 
     def _filled(self, most: IntArray, numbers: IntArray) -> IntArray:
         """Layers of each group, the fastest first as many as it can take, but one left for each."""
@@ -145,12 +146,11 @@ class Divider:
 
     def _bottlenecks_s(self, ids: IntArray, numbers: IntArray) -> FloatArray:
         """``[pipeline, bottleneck]``: whole layers on one of the groups, about as long as all need."""
-        places = np.argsort(np.where(ids < len(self.types), self._memory[ids], -1.0), axis=1, kind="stable")
-        behind = np.empty_like(places)
-        np.put_along_axis(behind, places, np.arange(ids.shape[1], 0, -1)[None, :], axis=1)
+        memory = np.where(ids < len(self.types), self._memory[ids], -1.0)
+        _, limited = self._ordered(memory, ids, numbers)
         parts = []
         for longest, num_lengths, most in zip(
-            (self._longest[ids, 1].max(axis=2), self._fitting(ids, behind, numbers)),
+            (self._longest[ids, 1].max(axis=2), limited),
             _NUM_LENGTHS,
             _NUM_EACH,
             strict=True,

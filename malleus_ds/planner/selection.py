@@ -53,7 +53,8 @@ class Selector:
         if not pool:
             return None
         capacities = np.array([min(self.num_micro_batches, column.capacity(step_s)) for column in pool])
-        used, (formed, balance, supply) = self._matrices(pool), groupings(self.cluster)
+        used = groups_used(pool, len(self.cluster.types))
+        formed, balance, supply = groupings(self.cluster)
         count = cp.Variable(len(pool), integer=True)
         flow = cp.Variable(formed.shape[1], integer=True)
         constraints = [
@@ -102,14 +103,15 @@ class Selector:
     def _num_devices(self, column: Column) -> int:
         return sum(self.cluster.types[type_id].degree for type_id, _, _ in column.stages)
 
-    def _matrices(self, pool: Sequence[Column]) -> Any:
-        """Groups used, ``[type, pipeline]``."""
-        uses = [
-            (type_id, place, number)
-            for place, column in enumerate(pool)
-            for type_id, number in column.counts().items()
-        ]
-        return matrix(uses, (len(self.cluster.types), len(pool)))
+
+def groups_used(columns: Sequence[Column], num_types: int) -> Any:
+    """Groups used, ``[type, pipeline]``."""
+    uses = [
+        (type_id, place, number)
+        for place, column in enumerate(columns)
+        for type_id, number in column.counts().items()
+    ]
+    return matrix(uses, (num_types, len(columns)))
 
 
 def paths(

@@ -21,7 +21,7 @@ import numpy as np
 from malleus_ds.planner.groups import Cluster
 from malleus_ds.planner.micro_batches import FloatArray
 from malleus_ds.planner.pipelines import Column, PipelineTable
-from malleus_ds.planner.selection import groupings, matrix
+from malleus_ds.planner.selection import groupings, groups_used, matrix
 
 _MAX_ROUNDS = 16
 _MAX_IDLE = 6
@@ -91,16 +91,11 @@ class WholePipelines:
         if not pool:
             return -np.inf, np.zeros(num_types), 0.0
         formed, balance, supply = groupings(self.cluster)
-        uses = [
-            (type_id, place, float(count))
-            for place, column in enumerate(pool)
-            for type_id, count in column.counts().items()
-        ]
         num_links = formed.shape[1]
         counts = [(row, place, sign) for row, sign in ((0, 1.0), (1, -1.0)) for place in range(len(pool))]
         limits: Any = vstack(
             [
-                hstack([matrix(uses, (num_types, len(pool))), -formed]),
+                hstack([groups_used(pool, num_types), -formed]),
                 matrix(counts, (2, len(pool) + num_links)),
             ]
         )
