@@ -35,8 +35,8 @@ class Size:
 SIZES = (
     Size(64, 8, 1.0, 0.92),
     Size(128, 12, 1.0, 0.92, has_bars=False),
-    Size(256, 16, 5.0, 4.0, has_bars=False),
-    Size(1024, 32, 5.0, 4.0),
+    Size(256, 16, 5.0, 4.5, has_bars=False),
+    Size(1024, 32, 5.0, 4.5),
     Size(4096, 128, 60.0, 48.0, has_bars=False),
     Size(8192, 256, 60.0, 48.0),
 )
