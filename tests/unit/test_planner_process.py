@@ -16,9 +16,7 @@ REQUEST = PlanRequest(PROFILE, (1.0, 2.0, 1.0, 1.0), 8)
 def wait(process: PlannerProcess) -> PlanResult | PlannerFailure:
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        start_s = time.monotonic()
         answer = process.poll()
-        assert time.monotonic() - start_s < 1.0
         if answer is not None:
             return answer
         time.sleep(0.01)
@@ -90,12 +88,13 @@ def test_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         assert "ended with code 1; it said:" in failure.reason
 
 
-def test_large_request_does_not_block() -> None:
+def test_nothing_blocks_while_the_worker_reads_nothing() -> None:
     profile = ModelProfile(
         tuple(LayerProfile("x" * 1000, 1.0) for _ in range(200))
     )  # Beyond a pipe's buffer.
     with PlannerProcess() as process:
-        start_s = time.monotonic()
+        os.kill(process.pid, signal.SIGSTOP)
         process.submit(PlanRequest(profile, (1.0, 1.0), 4))
-        assert time.monotonic() - start_s < 0.5
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGCONT)
         assert isinstance(wait(process), PlanResult)
