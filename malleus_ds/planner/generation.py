@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,8 +21,8 @@ _MAX_REFINEMENTS = 8
 _NUM_HALVINGS = 12
 _CONVERGED = 1e-3
 _FAR = 10**6
-# Of the bound by the program, one after the other.
-_TARGETS = (0.98, 1.0)
+# Of the bound by the program: a little less is proven far sooner, so that comes first.
+TARGETS = (0.98, 1.0)
 _NEXT = 3.5  # Times as long as the one before takes the next.
 # Spans of micro-batches, and their parts.
 _SPANS = (
@@ -204,18 +205,17 @@ class Generator:
         even_s = np.geomspace(low_s, high_s, _NUM_BOTTLENECKS)
         return np.unique([*even_s, high_s, float(total_s * rates.max())]) * (1 + RELATIVE_SLACK)
 
-    def bound_s(self, prices: Prices, known_s: float = 0.0) -> float:
+    def bound_s(self, prices: Prices, known_s: float = 0.0, targets: Sequence[float] = TARGETS) -> float:
         """The bound on the step that these prices prove, at most ``prices.step_s``; see `prices`.
 
-        A pipeline with m micro-batches keeps at most m in flight, so small m are looked at apart. A little
-        less is proven far sooner, so that comes first. known_s: another bound; what is not above it may be
-        given up.
+        A pipeline with m micro-batches keeps at most m in flight, so small m are looked at apart. known_s:
+        another bound; what is not above it may be given up; targets: shares of the step, one after the other.
         """
         prices = self._within_budget(prices)
         rates = np.array([kind.least_rate for kind in self.cluster.types])
         table = self.table(rates, self.max_pipelines)
         proven_s = 0.0
-        for share in _TARGETS:
+        for share in targets:
             target_s, began_s = share * prices.step_s, time.monotonic()
             found_s = self._proven_s(table, prices, target_s, known_s)
             took_s = time.monotonic() - began_s

@@ -23,11 +23,12 @@ from malleus_ds.planner.workload import Workload
 # Numbers of pipelines tried, as shares of the ideal.
 _SHARES = (0.35, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 _NUM_CLOSER = 3
-# Vectors listed when the groups of 64 devices are dealt out, see `dealing`: more each time.
-_NUM_VECTORS = (8_000, 24_000, 72_000)
+# Vectors listed when the groups of 64 devices are dealt out, see `dealing`.
+_FEW_VECTORS, _MORE_VECTORS, _MANY_VECTORS = 8_000, 24_000, 72_000
 _NUM_DEVICES = 64
 # Steps judged by, as multiples of the ideal: closer where the best plans are.
 _STEPS = np.concatenate([np.linspace(1.0, 1.12, 40), np.geomspace(1.13, 1.6, 12)])
+_LIMITS = (1.12, 1.6)  # First plans are looked for within these.
 _NEAR = 8.0  # Steps that shaking may make up for.
 _FAR = 1.15  # Times the ideal.
 _CLOSE = 0.001  # Relative step that is not worth dealing again.
@@ -69,22 +70,26 @@ class LocalSearch:
         )
 
     def run(self) -> None:
-        """Offer first plans."""
+        """Offer a first plan."""
         for start in self._starts:
             if not self.candidates.found:
                 self._find(start)
-        if self.candidates.found and self._is_far():
-            self._deal_all(_NUM_VECTORS[0], self._likely())
+
+    def improve(self) -> None:
+        """Offer better plans, dealing few kinds of groups out."""
+        if self.candidates.found:
+            self._adopt()
+            self._deal_all(_FEW_VECTORS, self._likely())
 
     def refine(self) -> None:
         """Offer better plans, closer and closer until the time is over."""
-        for num_vectors in (*_NUM_VECTORS[:-1], self._scaled(_NUM_VECTORS[-1])):
+        for num_vectors in (0, _MORE_VECTORS, self._scaled(_MANY_VECTORS)):
             if not self.candidates.found or self._is_late():
                 return
             self._adopt()
-            is_first = num_vectors == _NUM_VECTORS[0]
-            self._deal_all(num_vectors, self._likely() if is_first else self._starts)
-            if not is_first or self._is_far():
+            if num_vectors:
+                self._deal_all(num_vectors, self._starts)
+            if num_vectors or self._is_far():
                 for start in self._starts:
                     self._find(start)
             self._look_closer(sorted(self._starts, key=lambda start: start.step_s)[:_NUM_CLOSER])
@@ -105,9 +110,11 @@ class LocalSearch:
             if math.isfinite(start.step_s) or (self._is_late() and (number or self.candidates.found)):
                 return
             if number < _NUM_DEALT:
-                num_vectors = self._scaled(_NUM_VECTORS[0]) if number else _NUM_VECTORS[0]
+                num_vectors = self._scaled(_FEW_VECTORS) if number else _FEW_VECTORS
                 deck = Deck.near(self.groups, start.state, num_vectors)
-                self._deal(start, deck, float(_STEPS[-1]) * self.relaxed.prices.step_s)
+                for limit in _LIMITS:
+                    if math.isinf(start.step_s):
+                        self._deal(start, deck, limit * self.relaxed.prices.step_s)
             if math.isinf(start.step_s):
                 self._climb(start, start.exchange.shaken(start.state) if number else start.state)
 

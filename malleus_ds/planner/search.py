@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from malleus_ds.plan import PlanError
@@ -23,7 +24,7 @@ from malleus_ds.planner.cost_model import CostModel
 from malleus_ds.planner.drafts import Realiser
 from malleus_ds.planner.exact import MAX_MULTISETS, ExactSearch
 from malleus_ds.planner.feasibility import explain_infeasible, most_pipelines
-from malleus_ds.planner.generation import Generated, Generator
+from malleus_ds.planner.generation import TARGETS, Generated, Generator
 from malleus_ds.planner.groups import Cluster, build_cluster, rate_ratio
 from malleus_ds.planner.large import LargeSearch
 from malleus_ds.planner.lattice import DeviceClasses
@@ -143,15 +144,24 @@ class _SizeSearch:
             ExactSearch(self.workload, classes, self.cluster, candidates, self.most).run()
         elif self.relaxed is not None:
             local = self._local(self.relaxed) if self._has_few_choices() else None
-            if local is not None:
-                local.run()
-            self._prove(_BOUND_SHARE if local is None else _LOCAL_BOUND_SHARE)
-            if local is not None:
-                local.refine()
+            if local is None:
+                self._prove(_BOUND_SHARE)
+            else:
+                self._search_locally(local)
             if time.monotonic() < self._deadline_s(1 - _LAYOUT_SHARE) or not candidates.found:
                 self._large(self.relaxed).run()
                 if local is not None:
+                    local.improve()
                     local.refine()
+
+    def _search_locally(self, local: LocalSearch) -> None:
+        """Plans take most of the time; the best bound comes when they get better slowly."""
+        self._prove(_LOCAL_BOUND_SHARE, TARGETS[:1])
+        local.run()
+        local.improve()
+        if time.monotonic() < self._deadline_s(_BOUND_SHARE):
+            self._prove(_LOCAL_BOUND_SHARE, TARGETS[1:])
+        local.refine()
 
     def _has_few_choices(self) -> bool:
         """Whether the groupings of every node can be listed, and changes of a plan tried one by one."""
@@ -168,9 +178,10 @@ class _SizeSearch:
         deadline_s = self._deadline_s(1 - _LAYOUT_SHARE)
         return LargeSearch(self.workload, self.cluster, self.candidates, self.most, relaxed, deadline_s)
 
-    def _prove(self, share: float) -> None:
+    def _prove(self, share: float, targets: Sequence[float] = TARGETS) -> None:
         """A sharper bound, in this share of the time."""
         if self.relaxed is not None:
             # A first bound is short, and worth a little more time.
             generator = self._generator(share + _GRACE)
-            self.proven_s = max(self.proven_s, generator.bound_s(self.relaxed.proving, self.proven_s))
+            found_s = generator.bound_s(self.relaxed.proving, self.proven_s, targets)
+            self.proven_s = max(self.proven_s, found_s)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from planner_cases import random_cluster
 from malleus_ds.planner import PlanRequest, make_plan
 from malleus_ds.planner.checker import check_answer
 from malleus_ds.planner.dealing import Dealer
+from malleus_ds.planner.dealt import Dealt, KindPrices
 from malleus_ds.planner.deck import Deck
 from malleus_ds.planner.estimate import Estimator
 from malleus_ds.planner.kinds import kinds_near, vectors_of
@@ -96,6 +97,36 @@ def test_no_other_way_to_deal_is_better(seed: int) -> None:
         assert tuple((group.type_id, group.ranks) for group in node) in ways
     assert best_s <= step_s(dealer, types_of(state, 2)) <= best_s * (1 + CLOSE)
     assert dealer.deal(deck, 0.5 * best_s, best_s * (1 - CLOSE)) is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_pipelines_take_as_much_as_the_best_of_all_combinations(number: int) -> None:
+    groups = dealer_of(two_nodes(0), number).groups
+    deck = Deck.near(groups, tuple(() for _ in groups.nodes), 10**6)
+    most = np.array(deck.shape) - 1
+    formed = {tuple(np.minimum(np.add(one, other), most).tolist()) for one, other in product(*deck.ways)}
+    few = np.flatnonzero(np.isin(deck.vectors.sum(axis=1), (1, 2)))
+    rng, num_tried = np.random.default_rng(number), 0
+    for _ in range(20):
+        rows = np.sort(rng.choice(few, min(10, len(few)), replace=False))
+        amounts = (deck.vectors[rows].sum(axis=1) + rng.integers(1, 6, len(rows))).astype(np.int64)
+        totals = {
+            choice: int(amounts[list(choice)].sum())
+            for choice in combinations_with_replacement(range(len(rows)), number)
+            if any((deck.vectors[rows[list(choice)]].sum(axis=0) <= total).all() for total in formed)
+        }
+        best = max(totals.values(), default=0)
+        for prices in (
+            KindPrices.of(deck, rng.random(len(deck.kinds))),
+            KindPrices.best(deck, rows, amounts, 1),
+        ):
+            assert Dealt(deck, number, best + 1, rows, amounts, prices).parts() is None
+            for wanted in sorted({*totals.values()}):
+                parts = Dealt(deck, number, wanted, rows, amounts, prices).parts()
+                assert parts is not None
+                assert totals[tuple(sorted(np.searchsorted(rows, parts).tolist()))] >= wanted
+                num_tried += 1
+    assert num_tried >= 10
 
 
 @pytest.mark.parametrize("most_rows", [300, 3000])
