@@ -179,7 +179,7 @@ def _conservation(arcs: Arcs, num_layers: int) -> Any:
 
 def _paths(arcs: Arcs, table: PipelineTable, amounts: IntArray) -> list[Column]:
     """Decompose the flow into pipelines."""
-    workload, num_layers = table.workload, table.workload.num_layers
+    num_layers = table.workload.num_layers
     left = amounts.copy()
     leaving: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for arc in np.flatnonzero(left).tolist():
@@ -193,10 +193,5 @@ def _paths(arcs: Arcs, table: PipelineTable, amounts: IntArray) -> list[Column]:
                 left[arc] -= 1
                 stages.append((int(arcs.type_id[arc]), int(arcs.start[arc]), int(arcs.stop[arc])))
                 state = (row, state[1] + 1, int(arcs.start[arc]))
-            times = [
-                float(table.rates[type_id] * workload.time_s[workload.kind_of[start, stop]])
-                for type_id, start, stop in stages
-            ]
-            message_s = workload.message_s * (len(stages) - 1)
-            found.append(Column(tuple(reversed(stages)), max(times), sum(times) + message_s))
+            found.append(table.column(stages[::-1]))
     return found
