@@ -158,7 +158,8 @@ class LargeSearch:
         low_s = self.relaxed.prices.step_s
         high_s = min(self.candidates.best_s, _FIRST_STEP * low_s / (1 - _CLOSE))
         bottlenecks_s = self._bottlenecks_s(span, 0, _MANY_BOTTLENECKS)
-        whole = WholePipelines(self.cluster, span.numbers, span.table, bottlenecks_s, self.deadline_s)
+        prices = span.generated.prices
+        whole = WholePipelines(self.cluster, span.numbers, span.table, prices, bottlenecks_s, self.deadline_s)
         whole.add([*span.pool, *span.generated.columns[:_MAX_POOL]])
         selector = Selector(self.cluster, span.numbers, self.workload.num_micro_batches)
         step_s = high_s * (1 - _CLOSE)

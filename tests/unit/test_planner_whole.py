@@ -29,7 +29,7 @@ def pipelines_of(seed: int) -> tuple[WholePipelines, Generated, Cluster]:
     least = round(0.8 * generated.num_pipelines)
     table = generator.table(cluster.rates, least, 32)
     longest_s = np.unique([column.max_s for column in generated.columns])
-    whole = WholePipelines(cluster, (least, most), table, longest_s, math.inf)
+    whole = WholePipelines(cluster, (least, most), table, generated.prices, longest_s, math.inf)
     whole.add(generated.columns)
     return whole, generated, cluster
 
