@@ -28,7 +28,7 @@ from malleus_ds.planner.selection import groupings, groups_used, matrix
 _MAX_ROUNDS = 16
 _MAX_IDLE = 2
 # Of the program's own prices, in those that pipelines are looked for under.
-_SHARE = 0.4
+_SHARE = 0.1
 # What a second is worth, as multiples of what the bottleneck says.
 _WEIGHTS = (0.6, 1.0, 1.6)
 _NUM_STAGES = 2  # Different numbers of stages, of each bottleneck and weight.
