@@ -79,9 +79,10 @@ class PipelineTable:
 
     def holds(self, column: Column) -> bool:
         """Whether all stages of a pipeline fit into memory."""
+        shape_of, kind_of = self.shape_of_type, self.workload.kind_of
         stages = enumerate(reversed(column.stages), start=1)
         return all(
-            self.fits(behind)[self.shape_of_type[type_id], self.workload.kind_of[start, stop]]
+            self.fits(behind)[shape_of[type_id], kind_of[start, stop]]
             for behind, (type_id, start, stop) in stages
         )
 

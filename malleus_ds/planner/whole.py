@@ -30,10 +30,12 @@ _MAX_IDLE = 2
 # Of the program's own prices, in those that pipelines are looked for under.
 _SHARE = 0.1
 # What a second is worth, as multiples of what the bottleneck says.
-_WEIGHTS = (0.6, 1.0, 1.6)
+_WEIGHTS = (0.6, 1.2)
 _NUM_STAGES = 2  # Different numbers of stages, of each bottleneck and weight.
 _SLACK = 1.3
 _LEAST_GAIN = 1e-6
+# What an added pipeline may take less than its groups are worth: integer programs need a choice.
+_SPARE = 0.1
 _AMPLE = 1.01  # Of all micro-batches, since whole pipelines take less.
 
 
@@ -73,7 +75,7 @@ class WholePipelines:
             new = {
                 column: None
                 for column in solution.columns(limits_s, _NUM_STAGES)
-                if column not in self.pool and self._gain(column, step_s, groups) > pipeline + _LEAST_GAIN
+                if column not in self.pool and self._gain(column, step_s, groups) > pipeline - _SPARE
             }
             if not new:
                 break
