@@ -46,23 +46,19 @@ def find_arcs(
     table: PipelineTable, prices: Prices, bottlenecks_s: FloatArray, limit_s: float, most: int
 ) -> Arcs:
     """The ``most`` arcs whose cheapest pipelines are worth least beside their time, up to ``limit_s``."""
-    workload, num_layers = table.workload, table.workload.num_layers
-    starts, stops = np.nonzero(np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=np.bool_), k=1))
-    kinds = workload.kind_of[starts, stops]
+    kind_of = table.workload.kind_of
     totals_s, arcs = [np.empty(0)], [np.empty((5, 0), dtype=np.int64)]
     for row, bottleneck_s in enumerate(bottlenecks_s.tolist()):
-        costs = _type_costs(table, prices, bottleneck_s)
-        possible = np.any(np.isfinite(costs)[:, kinds], axis=0)
-        ranges = (starts[possible], stops[possible], kinds[possible])
-        # Far more stages than the fastest groups need are not worth their fill.
-        fewest = float(workload.prefix_s[-1] * table.rates.min()) / bottleneck_s
-        max_stages = min(table.max_stages, math.ceil(_MANY * fewest) + 4)
-        for behind, found_s in enumerate(_totals(table, costs, max_stages, *ranges), start=1):
-            found_s = found_s + (prices.pipeline - 1) * bottleneck_s
-            type_ids, places = np.nonzero(np.isfinite(found_s) & (found_s <= limit_s))
-            same = np.ones(len(places), dtype=np.int64)
-            totals_s.append(found_s[type_ids, places])
-            arcs.append(np.stack([same * row, same * behind, ranges[0][places], ranges[1][places], type_ids]))
+        stages_s = _stage_costs(table, prices, bottleneck_s)
+        others_s = _other_costs(table, stages_s) + (prices.pipeline - 1) * bottleneck_s
+        least_s = others_s + stages_s.min(axis=1, initial=np.inf)[:, kind_of]
+        enough_s = min(limit_s, np.sort(least_s, axis=None)[:most].max(initial=0.0))
+        behinds, starts, stops = np.nonzero(np.isfinite(least_s) & (least_s <= enough_s))
+        found_s = stages_s[behinds, :, kind_of[starts, stops]] + others_s[behinds, starts, stops][:, None]
+        places, type_ids = np.nonzero(np.isfinite(found_s) & (found_s <= enough_s))
+        totals_s.append(found_s[places, type_ids])
+        rows = np.full(len(places), row)
+        arcs.append(np.stack([rows, behinds[places] + 1, starts[places], stops[places], type_ids]))
     fields, total_s = np.concatenate(arcs, axis=1), np.concatenate(totals_s)
     # The best of each bottleneck, so that all have pipelines.
     rank = np.empty(len(total_s), dtype=np.int64)
@@ -70,49 +66,40 @@ def find_arcs(
         places = np.flatnonzero(fields[0] == row)
         rank[places[np.argsort(total_s[places], kind="stable")]] = np.arange(len(places))
     rows, behinds, first, last, types = fields[:, np.sort(np.argsort(rank, kind="stable")[:most])]
-    times_s = table.rates[types] * workload.time_s[workload.kind_of[first, last]]
-    times_s = times_s + np.where(behinds > 1, workload.message_s, 0.0)
+    times_s = table.rates[types] * table.workload.time_s[kind_of[first, last]]
+    times_s = times_s + np.where(behinds > 1, table.workload.message_s, 0.0)
     return Arcs(bottlenecks_s, rows, behinds, first, last, types, times_s)
 
 
-def _type_costs(table: PipelineTable, prices: Prices, bottleneck_s: float) -> FloatArray:
-    """``[type, kind]`` cost of a stage, inf where it is too slow."""
-    stage_s = table.rates[:, None] * table.workload.time_s
-    costs = prices.groups[:, None] * bottleneck_s + stage_s
-    return np.where(stage_s <= bottleneck_s * (1 + RELATIVE_SLACK), costs, np.inf)
+def _stage_costs(table: PipelineTable, prices: Prices, bottleneck_s: float) -> FloatArray:
+    """``[stages behind, type, kind]`` cost of a stage, inf where it is too slow or does not fit.
+
+    Far more stages than the fastest groups need are not worth their fill.
+    """
+    fewest = float(table.workload.prefix_s[-1] * table.rates.min()) / bottleneck_s
+    max_stages = min(table.max_stages, math.ceil(_MANY * fewest) + 4)
+    shape_of, time_s = table.shape_of_type, table.rates[:, None] * table.workload.time_s
+    costs = prices.groups[:, None] * bottleneck_s + time_s
+    costs = np.where(time_s <= bottleneck_s * (1 + RELATIVE_SLACK), costs, np.inf)
+    fits = np.stack([table.fits(behind)[shape_of] for behind in range(1, max_stages + 1)])
+    fitting = np.where(fits, costs, np.inf)
+    fitting[1:] += table.workload.message_s
+    return fitting
 
 
-def _totals(
-    table: PipelineTable,
-    costs: FloatArray,
-    max_stages: int,
-    starts: IntArray,
-    stops: IntArray,
-    kinds: IntArray,
-) -> list[FloatArray]:
-    """Per number of stages behind (from 1), ``[type, range]``: the cheapest pipeline with this stage."""
-    workload, num_layers = table.workload, table.workload.num_layers
-    shape_of = table.shape_of_type
-    stages: list[FloatArray] = []
-    tails = [np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)]
-    for behind in range(1, max_stages + 1):
-        fitting = np.where(table.fits(behind)[shape_of], costs, np.inf)[:, kinds]
-        if behind > 1:
-            fitting += workload.message_s
-        tail = np.full(num_layers + 1, np.inf)
-        np.minimum.at(tail, starts, fitting.min(axis=0) + tails[-1][stops])
-        if not np.isfinite(tail).any():
-            break
-        stages.append(fitting)
-        tails.append(tail)
-    head = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
-    totals = []
-    for behind in range(len(stages), 0, -1):
-        totals.append(tails[behind - 1][stops] + stages[behind - 1] + head[starts])
-        before = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
-        np.minimum.at(before, stops, stages[behind - 1].min(axis=0) + head[starts])
-        head = before
-    return totals[::-1]
+def _other_costs(table: PipelineTable, stages_s: FloatArray) -> FloatArray:
+    """``[stages behind, start, stop]``: cost of the other stages of the cheapest pipeline with this one."""
+    num_layers = table.workload.num_layers
+    is_range = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=np.bool_), k=1)
+    ranges_s = np.where(is_range, stages_s.min(axis=1)[:, table.workload.kind_of], np.inf)
+    tails, heads = np.full((2, len(stages_s), num_layers + 1), np.inf)
+    tails[0, num_layers], heads[:, 0] = 0.0, 0.0
+    for behind in range(1, len(stages_s)):
+        tails[behind] = (ranges_s[behind - 1] + tails[behind - 1]).min(axis=1)
+    for behind in range(len(stages_s) - 1, 0, -1):
+        further = (ranges_s[behind] + heads[behind][:, None]).min(axis=0)
+        heads[behind - 1] = np.minimum(heads[behind - 1], further)
+    return np.where(is_range, tails[:, None, :] + heads[:, :, None], np.inf)
 
 
 def choose_paths(
@@ -179,7 +166,7 @@ def _conservation(arcs: Arcs, num_layers: int) -> Any:
 
 def _paths(arcs: Arcs, table: PipelineTable, amounts: IntArray) -> list[Column]:
     """Decompose the flow into pipelines."""
-    workload, num_layers = table.workload, table.workload.num_layers
+    num_layers = table.workload.num_layers
     left = amounts.copy()
     leaving: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for arc in np.flatnonzero(left).tolist():
@@ -193,10 +180,5 @@ def _paths(arcs: Arcs, table: PipelineTable, amounts: IntArray) -> list[Column]:
                 left[arc] -= 1
                 stages.append((int(arcs.type_id[arc]), int(arcs.start[arc]), int(arcs.stop[arc])))
                 state = (row, state[1] + 1, int(arcs.start[arc]))
-            times = [
-                float(table.rates[type_id] * workload.time_s[workload.kind_of[start, stop]])
-                for type_id, start, stop in stages
-            ]
-            message_s = workload.message_s * (len(stages) - 1)
-            found.append(Column(tuple(reversed(stages)), max(times), sum(times) + message_s))
+            found.append(table.column(stages[::-1]))
     return found

@@ -91,7 +91,7 @@ class LargeSearch:
             for span in spans:
                 if number and not self.candidates.found:
                     self._build_any(span)
-                if self._is_late():
+                if self._is_late(_LEAST_LIMIT_S):
                     return
                 self._build(span, number)
                 self._combine(span)
@@ -108,9 +108,9 @@ class LargeSearch:
             return spans
         return sorted(spans, key=self._best_of)[: max(1, (len(spans) + 1) // 2)]
 
-    def _is_late(self) -> bool:
-        """The first plan may take longer."""
-        return bool(self.candidates.found) and time.monotonic() > self.deadline_s
+    def _is_late(self, needed_s: float = 0.0) -> bool:
+        """Whether there is no time for what needs so long; the first plan may take longer."""
+        return bool(self.candidates.found) and time.monotonic() + needed_s > self.deadline_s
 
     def _best_of(self, span: Span) -> float:
         first, last = span.numbers
@@ -158,7 +158,8 @@ class LargeSearch:
         low_s = self.relaxed.prices.step_s
         high_s = min(self.candidates.best_s, _FIRST_STEP * low_s / (1 - _CLOSE))
         bottlenecks_s = self._bottlenecks_s(span, 0, _MANY_BOTTLENECKS)
-        whole = WholePipelines(self.cluster, span.numbers, span.table, bottlenecks_s, self.deadline_s)
+        prices = span.generated.prices
+        whole = WholePipelines(self.cluster, span.numbers, span.table, prices, bottlenecks_s, self.deadline_s)
         whole.add([*span.pool, *span.generated.columns[:_MAX_POOL]])
         selector = Selector(self.cluster, span.numbers, self.workload.num_micro_batches)
         step_s = high_s * (1 - _CLOSE)
@@ -226,7 +227,7 @@ class LargeSearch:
         if not pool:
             return
         selector = Selector(self.cluster, span.numbers, self.workload.num_micro_batches)
-        while not self._is_late():
+        while not self._is_late(_LEAST_LIMIT_S):
             target_s = 10 * ideal_s  # Any plan.
             if math.isfinite(best_s):
                 target_s = best_s - max(0.1 * (best_s - ideal_s), _CLOSE * best_s)

@@ -7,7 +7,7 @@ stages behind a stage sets how many micro-batches it keeps in flight; for all bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,11 +79,21 @@ class PipelineTable:
 
     def holds(self, column: Column) -> bool:
         """Whether all stages of a pipeline fit into memory."""
+        shape_of, kind_of = self.shape_of_type, self.workload.kind_of
         stages = enumerate(reversed(column.stages), start=1)
         return all(
-            self.fits(behind)[self.shape_of_type[type_id], self.workload.kind_of[start, stop]]
+            self.fits(behind)[shape_of[type_id], kind_of[start, stop]]
             for behind, (type_id, start, stop) in stages
         )
+
+    def column(self, stages: Sequence[tuple[int, int, int]]) -> Column:
+        """The pipeline of these stages."""
+        workload = self.workload
+        times = [
+            float(self.rates[type_id] * workload.time_s[workload.kind_of[start, stop]])
+            for type_id, start, stop in stages
+        ]
+        return Column(tuple(stages), max(times), sum(times) + workload.message_s * (len(stages) - 1))
 
     def solve(
         self,
@@ -215,32 +225,34 @@ class Solution:
         """``[bottleneck]`` cost of the cheapest pipeline, inf where there is none."""
         return np.asarray(np.min(np.stack(self.costs), axis=0))
 
-    def column(self, row: int, num_stages: int) -> Column:
-        """The cheapest pipeline of so many stages under one bottleneck."""
-        workload, rates = self.table.workload, self.table.rates
-        kind_of = workload.kind_of
-        start, stages, times = 0, [], []
-        for behind in range(num_stages, 0, -1):
-            found = self.stages[behind - 1]
-            place = int(found.rows.searchsorted(row))
-            stop = workload.num_layers
-            if behind > 1:
-                rest = self.stages[behind - 2]
-                totals = found.kinds_cost[place].take(kind_of[start, start + 1 :])
-                totals += rest.costs[rest.rows.searchsorted(row), start + 1 :]
-                stop = start + 1 + int(totals.argmin())
-            kind = int(kind_of[start, stop])
-            type_id = int(self.types[found.shapes[place, kind], row, kind])
-            stages.append((type_id, start, stop))
-            times.append(float(rates[type_id] * workload.time_s[kind]))
-            start = stop
-        return Column(tuple(stages), max(times), sum(times) + workload.message_s * (num_stages - 1))
-
     def columns(self, limit_s: FloatArray, most: int = 3) -> Iterator[Column]:
         """For each bottleneck the cheapest pipelines with different numbers of stages, below the limit."""
         costs = np.stack(self.costs)
         order = np.argsort(costs, axis=0, kind="stable")[:most]
-        for indices in order:
-            rows = np.arange(costs.shape[1])
-            for row in np.flatnonzero(costs[indices, rows] < limit_s).tolist():
-                yield self.column(row, int(indices[row]) + 1)
+        places, rows = np.nonzero(np.take_along_axis(costs, order, axis=0) < limit_s)
+        return map(self.table.column, self._stages_of(rows, order[places, rows] + 1))
+
+    def _stages_of(self, rows: IntArray, num_stages: IntArray) -> list[list[tuple[int, int, int]]]:
+        """``(type, start, stop)`` of the cheapest pipeline of so many stages under each bottleneck."""
+        kind_of, num_layers = self.table.workload.kind_of, self.table.workload.num_layers
+        starts = np.zeros(len(rows), dtype=np.int64)
+        found: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+        for behind in range(int(num_stages.max(initial=0)), 0, -1):
+            pipelines = np.flatnonzero(num_stages >= behind)
+            row, start = rows[pipelines], starts[pipelines]
+            first = self.stages[behind - 1]
+            places = first.rows.searchsorted(row)
+            stop = np.full(len(pipelines), num_layers)
+            if behind > 1:
+                rest = self.stages[behind - 2]
+                totals = first.kinds_cost[places[:, None], kind_of[start]]
+                totals += rest.costs[rest.rows.searchsorted(row)]
+                totals[np.arange(num_layers + 1) <= start[:, None]] = np.inf
+                stop = totals.argmin(axis=1)
+            kinds = kind_of[start, stop]
+            types = self.types[first.shapes[places, kinds], row, kinds]
+            stages = zip(types.tolist(), start.tolist(), stop.tolist(), strict=True)
+            for pipeline, stage in zip(pipelines.tolist(), stages, strict=True):
+                found[pipeline].append(stage)
+            starts[pipelines] = stop
+        return found

@@ -1,6 +1,6 @@
 """Which pipelines form the plan: an integer program (cvxpy, HiGHS).
 
-maximise    min(M, sum n_c * capacity of pipeline c within the step time), then devices that stay
+maximise    sum n_c * capacity of pipeline c within the step time, until it is M; then devices that stay
 subject to  every type: groups used <= groups that the nodes form
             every node class: the groupings of its nodes are paths (a flow through the positions)
             fewest <= sum n_c <= most pipelines
@@ -8,6 +8,7 @@ subject to  every type: groups used <= groups that the nodes form
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class Selector:
             cp.sum(count) >= self.numbers[0],
             cp.sum(count) <= self.numbers[1],
         ]
+        enough = math.inf
         if present:
             stays = cp.Variable(len(pool))
             constraints += [
@@ -74,10 +76,10 @@ class Selector:
             ]
             objective = np.array([float(self._num_devices(column)) for column in pool]) @ stays
         else:
-            objective = cp.Variable()
-            constraints += [objective <= self.num_micro_batches, objective <= capacities @ count]
+            # More than enough at best, which guides the search for enough.
+            objective, enough = capacities @ count, float(self.num_micro_batches)
         problem = cp.Problem(cp.Maximize(objective), constraints)
-        values = solved(problem, time_limit_s, count, flow)
+        values = solved(problem, time_limit_s, count, flow, enough=enough)
         if values is None:
             return None
         counts, flows = values

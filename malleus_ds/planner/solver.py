@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from importlib import import_module
 from typing import Any
@@ -15,13 +16,16 @@ def cvxpy() -> Any:
     return import_module("cvxpy")
 
 
-def solved(problem: Any, time_limit_s: float, *variables: Any) -> list[NDArray[np.int64]] | None:
+def solved(
+    problem: Any, time_limit_s: float, *variables: Any, enough: float = math.inf
+) -> list[NDArray[np.int64]] | None:
     """Whole values of the variables; None without a solution, also when none was found in time.
 
-    What is there when the time is over need not be the best.
+    enough: of the objective, which is maximised. What is there when the time is over need not be the best.
     """
     # Only HiGHS's own option silences its log; its banner (once per process) nothing does.
     options = {"output_flag": False, "time_limit": max(time_limit_s, 0.01), "threads": 1}
+    options["objective_target"] = -enough  # cvxpy minimises.
     with warnings.catch_warnings():
         # That a solution at the time limit may be inaccurate is known here.
         warnings.simplefilter("ignore", UserWarning)

@@ -5,8 +5,9 @@ subject to  every type: groups used <= groups that the nodes form (a flow throug
             fewest <= sum n_c <= most pipelines
 
 Its dual values price the groups in micro-batches, and the pipelines that take more than their groups are
-worth are added. The cheapest under each bottleneck are looked at, where time is worth more or less than the
-bottleneck says: which of them waste little by rounding cannot be priced.
+worth are added. They are looked for under prices between those of fractional plans and these, which jump
+from one extreme to another: the cheapest under each bottleneck, where time is worth more or less than the
+bottleneck says, since which of them waste little by rounding cannot be priced.
 """
 
 from __future__ import annotations
@@ -21,25 +22,32 @@ import numpy as np
 from malleus_ds.planner.groups import Cluster
 from malleus_ds.planner.micro_batches import FloatArray
 from malleus_ds.planner.pipelines import Column, PipelineTable
+from malleus_ds.planner.prices import Prices
 from malleus_ds.planner.selection import groupings, groups_used, matrix
 
 _MAX_ROUNDS = 16
-_MAX_IDLE = 6
+_MAX_IDLE = 2
+# Of the program's own prices, in those that pipelines are looked for under.
+_SHARE = 0.1
 # What a second is worth, as multiples of what the bottleneck says.
-_WEIGHTS = (0.6, 1.0, 1.6)
+_WEIGHTS = (0.6, 1.2)
 _NUM_STAGES = 2  # Different numbers of stages, of each bottleneck and weight.
 _SLACK = 1.3
 _LEAST_GAIN = 1e-6
+# What an added pipeline may take less than its groups are worth: integer programs need a choice.
+_SPARE = 0.1
+_AMPLE = 1.01  # Of all micro-batches, since whole pipelines take less.
 
 
 @dataclass(slots=True)
 class WholePipelines:
-    """numbers: fewest and most pipelines; table: of those that fit; pool: pipelines so far; deadline_s: on
-    the monotonic clock."""
+    """numbers: fewest and most pipelines; table: of those that fit; prices: of fractional plans; pool:
+    pipelines so far; deadline_s: on the monotonic clock."""
 
     cluster: Cluster
     numbers: tuple[int, int]
     table: PipelineTable
+    prices: Prices
     bottlenecks_s: FloatArray
     deadline_s: float
     pool: dict[Column, None] = field(default_factory=dict)
@@ -55,18 +63,19 @@ class WholePipelines:
         bottlenecks_s = np.repeat(self.bottlenecks_s, len(_WEIGHTS))
         weights_s = bottlenecks_s * np.tile(_WEIGHTS, len(self.bottlenecks_s))
         limits_s = np.full(len(bottlenecks_s), np.inf)
-        most, num_idle = -np.inf, 0
+        most, num_idle, tried = -np.inf, 0, self.prices.groups
         for _ in range(_MAX_ROUNDS):
             found, groups, pipeline = self._solved(step_s)
             num_idle = 0 if found > most + _LEAST_GAIN else num_idle + 1
             most = max(most, found)
-            if most >= number or num_idle >= _MAX_IDLE or time.monotonic() > self.deadline_s:
+            if most >= _AMPLE * number or num_idle >= _MAX_IDLE or time.monotonic() > self.deadline_s:
                 break
-            solution = self.table.solve(groups, bottlenecks_s, weights_s, number, _SLACK)
+            tried = _SHARE * groups + (1 - _SHARE) * tried
+            solution = self.table.solve(tried, bottlenecks_s, weights_s, number, _SLACK)
             new = {
                 column: None
                 for column in solution.columns(limits_s, _NUM_STAGES)
-                if column not in self.pool and self._gain(column, step_s, groups) > pipeline + _LEAST_GAIN
+                if column not in self.pool and self._gain(column, step_s, groups) > pipeline - _SPARE
             }
             if not new:
                 break

@@ -9,10 +9,12 @@ import pytest
 from planner_cases import random_cluster
 
 from malleus_ds.planner import make_plan
+from malleus_ds.planner.arcs import find_arcs
 from malleus_ds.planner.checker import check_answer
 from malleus_ds.planner.feasibility import most_pipelines
 from malleus_ds.planner.generation import Generated, Generator
 from malleus_ds.planner.groups import Cluster, build_cluster
+from malleus_ds.planner.micro_batches import RELATIVE_SLACK
 from malleus_ds.planner.selection import Selection, Selector
 from malleus_ds.planner.whole import WholePipelines
 from malleus_ds.planner.workload import Workload
@@ -29,7 +31,7 @@ def pipelines_of(seed: int) -> tuple[WholePipelines, Generated, Cluster]:
     least = round(0.8 * generated.num_pipelines)
     table = generator.table(cluster.rates, least, 32)
     longest_s = np.unique([column.max_s for column in generated.columns])
-    whole = WholePipelines(cluster, (least, most), table, longest_s, math.inf)
+    whole = WholePipelines(cluster, (least, most), table, generated.prices, longest_s, math.inf)
     whole.add(generated.columns)
     return whole, generated, cluster
 
@@ -69,6 +71,25 @@ def test_no_pool_no_promise() -> None:
     whole, _, _ = pipelines_of(0)
     whole.pool.clear()
     assert whole.generate(1e-6) == -math.inf
+
+
+def test_stages_of_the_cheapest_pipelines_are_kept() -> None:
+    whole, generated, _ = pipelines_of(0)
+    table, prices, longest_s = whole.table, generated.prices, whole.bottlenecks_s
+    solution = table.solve(prices.groups, longest_s, longest_s, table.workload.num_micro_batches)
+    fixed_s = (prices.pipeline - 1) * longest_s
+    limit_s = float(np.quantile(solution.best_costs() + fixed_s, 0.3)) * (1 + RELATIVE_SLACK)
+    arcs = find_arcs(table, prices, longest_s, limit_s, 10**6)
+    fields = np.stack([arcs.behind, arcs.type_id, arcs.start, arcs.stop], axis=1)
+    found = {tuple(stage) for stage in fields.tolist()}
+    for column in solution.columns(limit_s - fixed_s, 1):
+        behind = range(len(column.stages), 0, -1)
+        assert found.issuperset((place, *stage) for place, stage in zip(behind, column.stages, strict=True))
+    is_cheap = solution.best_costs() + fixed_s <= limit_s
+    assert set(arcs.row.tolist()) == set(np.flatnonzero(is_cheap).tolist())
+    few = find_arcs(table, prices, longest_s, limit_s, 100)
+    assert len(few.row) == 100
+    assert set(few.row.tolist()) == set(np.flatnonzero(is_cheap).tolist())
 
 
 def test_many_nodes_come_close_to_their_bound() -> None:
