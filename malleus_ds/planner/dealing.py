@@ -53,7 +53,8 @@ class Dealer:
         prices = KindPrices.of(deck, np.zeros(len(deck.kinds)))
         tried_s = high_s
         while best is None or (high_s > low_s * (1 + _CLOSE) and time.monotonic() < self.deadline_s):
-            dealt = Dealt(deck, number, wanted, *table.amounts(tried_s, wanted), prices)
+            amounts = table.amounts(tried_s, wanted)
+            dealt = Dealt(deck, number, wanted, *amounts, prices, self.deadline_s)
             prices, parts = dealt.prices, dealt.parts()
             if parts is not None:
                 best, high_s = parts, min(tried_s, table.step_s(parts, wanted))

@@ -9,6 +9,7 @@ exceeds the wanted number by. The best prices solve a linear program, whose boun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -71,7 +72,8 @@ class KindPrices:
 @dataclass(slots=True)
 class Dealt:
     """``number`` pipelines that take ``wanted`` micro-batches. rows, amounts: of those that one pipeline may
-    have, and what it takes; prices: the last ones, kept while they leave few."""
+    have, and what it takes; prices: the last ones, kept while they leave few; deadline_s: on the monotonic
+    clock, after which no more pairs are looked at."""
 
     deck: Deck
     number: int
@@ -79,6 +81,7 @@ class Dealt:
     rows: IntArray
     amounts: IntArray
     prices: KindPrices
+    deadline_s: float
     _slack: float = field(init=False)
     _most: float = field(init=False)  # mu
     _sums: dict[int, Sums] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class Dealt:
         return np.flatnonzero(losses + self._most <= self._slack)
 
     def parts(self) -> tuple[int, ...] | None:
-        """Rows of the pipelines, None if they cannot take enough."""
+        """Rows of the pipelines, None if they cannot take enough or none were found in time."""
         if self._slack < 0:
             return None
         number, is_enough = self.number, self.deck.is_enough
@@ -152,7 +155,7 @@ class Dealt:
         counts = np.searchsorted(rest.losses, self._slack - half.losses, side="right")
         ends = np.cumsum(counts)
         codes, start, done, size = self.deck.codes, 0, 0, _LEAST_PAIRS
-        while start < len(counts) and counts[start]:
+        while start < len(counts) and counts[start] and time.monotonic() < self.deadline_s:
             stop = max(start + 1, int(np.searchsorted(ends, done + size, side="right")))
             part = slice(start, stop)
             first = np.repeat(np.arange(start, stop), counts[part])

@@ -120,9 +120,9 @@ def test_pipelines_take_as_much_as_the_best_of_all_combinations(number: int) -> 
             KindPrices.of(deck, rng.random(len(deck.kinds))),
             KindPrices.best(deck, rows, amounts, 1),
         ):
-            assert Dealt(deck, number, best + 1, rows, amounts, prices).parts() is None
+            assert Dealt(deck, number, best + 1, rows, amounts, prices, math.inf).parts() is None
             for wanted in sorted({*totals.values()}):
-                parts = Dealt(deck, number, wanted, rows, amounts, prices).parts()
+                parts = Dealt(deck, number, wanted, rows, amounts, prices, math.inf).parts()
                 assert parts is not None
                 assert totals[tuple(sorted(np.searchsorted(rows, parts).tolist()))] >= wanted
                 num_tried += 1
