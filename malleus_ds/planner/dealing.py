@@ -28,7 +28,7 @@ from malleus_ds.planner.micro_batches import (
 )
 from malleus_ds.planner.node_groups import NodeGroups, State
 
-_BATCH = 2048  # Vectors between two looks at the clock.
+_BATCH = 512  # Vectors between two looks at the clock.
 # Of equal shares, micro-batches that a likely pipeline would take if its layers could be split.
 _LEAST_SHARE, _MOST_SHARE = 0.7, 1.6
 _CLOSE = 0.001  # Relative step that is not worth another try.
