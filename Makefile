@@ -18,10 +18,10 @@ lint: install
 types: install
 	$(BIN)/mypy malleus_ds
 
-# Two files at a time: tests of many ranks wait more than they compute, and none depends on the speed of a core.
+# Tests of one process run side by side; those of many ranks one after the other, for they need all cores.
 unit: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/distributed $(ARGS)
+	$(BIN)/python -m pytest tests/distributed $(ARGS)
 
 docs: $(VENV)/docs.stamp  ## HTML pages in docs/_build
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
